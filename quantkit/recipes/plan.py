@@ -182,30 +182,44 @@ class Plan:
         ]
 
     @classmethod
-    def from_rows(cls, recipe: str, rows: Sequence[Mapping[str, Any]]) -> Plan:
+    def from_rows(
+        cls, recipe: str, rows: Sequence[Mapping[str, Any]], layers: Sequence[Layer] = ()
+    ) -> Plan:
         """The plan again, from the `plan` entry of a manifest: what was decided, not the rules.
 
-        Facts that only rules look at (body, per_token, tied) are not recorded.
-        Raises QuantkitError when a row names a format that does not exist.
+        layers: the same layers traced again; without them, a layer knows only what a row records.
+        Raises QuantkitError when a row names a format that does not exist, or when `layers` are
+        not those of the rows.
         """
         schemes = schemes_from_rows(rows)
-        decisions = tuple(
-            Decision(
-                Layer(
-                    name=row["layer"],
-                    weight=row["weight"],
-                    type=row["type"],
-                    op=row["op"],
-                    shape=tuple(row["shape"]),
-                    transposed=row["transposed"],
-                    group=row["group"],
-                ),
-                schemes.get(row["layer"]) if row["weight_format"] else None,
-                row["reason"],
+        known = {layer.name: layer for layer in layers} or {
+            row["layer"]: Layer(
+                name=row["layer"],
+                weight=row["weight"],
+                type=row["type"],
+                op=row["op"],
+                shape=tuple(row["shape"]),
+                transposed=row["transposed"],
+                group=row["group"],
             )
             for row in rows
+        }
+        if strangers := known.keys() ^ {row["layer"] for row in rows}:
+            raise QuantkitError(
+                f"the recorded plan and the model differ in layers {', '.join(sorted(strangers))}; "
+                "make the folder again with this version"
+            )
+        return cls(
+            recipe,
+            tuple(
+                Decision(
+                    known[row["layer"]],
+                    schemes[row["layer"]] if row["weight_format"] else None,
+                    row["reason"],
+                )
+                for row in rows
+            ),
         )
-        return cls(recipe, decisions)
 
     def checked(self) -> Plan:
         """The plan itself; QuantkitError when it leaves nothing to quantize."""

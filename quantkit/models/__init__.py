@@ -1,0 +1,1 @@
+"""Where weights and graphs come from: a MODEL argument in, a Source and one traced graph out."""

@@ -1,0 +1,1 @@
+"""Readers of quantized checkpoints, one module per layout."""
