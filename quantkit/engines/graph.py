@@ -186,6 +186,10 @@ class Graph:
         self.folder = folder
         self.nodes = list(model.graph.node)
         self.producer = {value: node for node in self.nodes for value in node.output if value}
+        self.consumers: dict[str, list[NodeProto]] = {}
+        for node in self.nodes:
+            for value in node.input:
+                self.consumers.setdefault(value, []).append(node)
         self.constants = {tensor.name: tensor for tensor in model.graph.initializer}
         for node in self.nodes:
             if node.op_type == "Constant":

@@ -33,7 +33,7 @@ def check_layer(graph: Graph, layer: QuantizedLayer) -> Check:
     if layer.node.op_type in CONVOLUTIONS:
         yield from _check_convolution(layer)
     else:
-        yield from _check_formats(layer)
+        yield from _check_formats(graph, layer)
         yield from _check_fp4_weight(layer)
         yield from _check_fp4_input(graph, layer)
     for operand in (layer.weight, layer.input):
@@ -41,7 +41,7 @@ def check_layer(graph: Graph, layer: QuantizedLayer) -> Check:
         yield from _check_scales(graph, operand)
 
 
-def _check_formats(layer: QuantizedLayer) -> Check:
+def _check_formats(graph: Graph, layer: QuantizedLayer) -> Check:
     weight, source = layer.weight, layer.input
     stored, given = weight.format, source.format
     if stored is None:
@@ -61,6 +61,28 @@ def _check_formats(layer: QuantizedLayer) -> Check:
         yield "mixed-formats", f"the weight is {stored}, the input {given}"
     if stored == given == "fp8" and source.dynamic:
         yield "fp8-dynamic-scale", ""
+    elif (
+        stored == given == "fp8" and _has_channel_scales(weight) and _is_cut_and_moved(graph, layer)
+    ):
+        yield "fp8-channel-scales-cut", ""
+
+
+def _has_channel_scales(operand: Operand) -> bool:
+    return operand.scale is not None and len(operand.scale.dims) == 1 and operand.scale.dims[0] > 1
+
+
+def _is_cut_and_moved(graph: Graph, layer: QuantizedLayer) -> bool:
+    """Whether a Transpose follows a Split or Slice that follows the layer, layouts apart."""
+    pending = [(value, False) for value in layer.node.output]
+    while pending:
+        value, cut = pending.pop()
+        for node in graph.consumers.get(value, ()):
+            if node.op_type == "Transpose" and cut:
+                return True
+            if node.op_type in ("Add", "Reshape", "Cast", "Split", "Slice"):
+                now = cut or node.op_type in ("Split", "Slice")
+                pending += [(output, now) for output in node.output]
+    return False
 
 
 def _check_fp4_weight(layer: QuantizedLayer) -> Check:
@@ -134,7 +156,7 @@ def _check_convolution(layer: QuantizedLayer) -> Check:
     groups = attribute(layer.node, "group", 1)
     if channels < FEW_CHANNELS:
         yield "fp8-conv-few-channels", f"{channels} input channels a group, {groups} groups"
-    if weight.scale is not None and len(weight.scale.dims) == 1 and weight.scale.dims[0] > 1:
+    if _has_channel_scales(weight):
         yield "fp8-conv-channel-scales", ""
 
 

@@ -218,6 +218,12 @@ RULES: dict[str, Rule] = {
             "calibrate and use one static scale per tensor",
             source="NVIDIA/TensorRT #4590",
         ),
+        Rule(
+            "fp8-channel-scales-cut", "silent",
+            "the output of an FP8 weight with one scale per channel is cut and transposed: "
+            "TensorRT moves both in front of the matmul and computes it in high precision",
+            "use one scale per tensor for fused projections, or store q, k and v as three weights",
+        ),
         # Convolutions in FP8.
         Rule(
             "fp8-conv-transpose", "rejected",

@@ -12,7 +12,9 @@ import hashlib
 import importlib.util
 import inspect
 import sys
-from collections.abc import Mapping
+import traceback
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -33,7 +35,8 @@ def open_function(spec: str, file: Path, name: str) -> Source:
 
     Raises QuantkitError when the file or the function is missing, or returns something else.
     """
-    result = _import_function(file, name)()
+    with _mended_by(file):
+        result = _import_function(file, name)()
     if not isinstance(result, tuple) or len(result) not in (2, 3):
         raise QuantkitError(
             f"{spec} must return (module, inputs) or (module, inputs, dynamic_shapes), "
@@ -101,6 +104,22 @@ def _import_function(file: Path, name: str) -> Any:
     if not callable(function):
         raise QuantkitError(f"{file} has no function {name!r}.")
     return function
+
+
+@contextmanager
+def _mended_by(file: Path) -> Iterator[None]:
+    """Whatever the user's own code raises is theirs to mend: one line with the place."""
+    try:
+        yield
+    except QuantkitError:
+        raise
+    except Exception as error:
+        frames = traceback.extract_tb(error.__traceback__)
+        own = [frame.lineno for frame in frames if Path(frame.filename).resolve() == file.resolve()]
+        line = error.lineno if isinstance(error, SyntaxError) else own[-1] if own else None
+        where = f"{file}:{line}" if line else str(file)
+        reason = error.msg if isinstance(error, SyntaxError) else error
+        raise QuantkitError(f"{where}: {type(error).__name__}: {reason}") from error
 
 
 def _check_inputs(spec: str, module: nn.Module, inputs: object) -> dict[str, Tensor]:

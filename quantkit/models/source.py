@@ -43,7 +43,10 @@ def open_model(spec: str) -> Source:
     if (folder / "model_index.json").is_file():
         folder, part = find_component(folder, read_json(folder / "model_index.json"), part)
     if not (folder / "config.json").is_file():
-        raise QuantkitError(f"{folder} has neither config.json nor model_index.json.")
+        raise QuantkitError(
+            f"{folder} has neither config.json nor model_index.json. Give the folder that "
+            "save_pretrained wrote, or file.py:function."
+        )
     config = read_json(folder / "config.json")
     if "_class_name" in config:
         return open_diffusers(spec, folder, config, part)
@@ -78,7 +81,9 @@ def _download(name: str) -> Path:
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     if name.count("/") != 1 or name.startswith((".", "/", "~")):
-        raise QuantkitError(f"{name} does not exist.")
+        raise QuantkitError(
+            f"{name} does not exist. Give a model folder, file.py:function, or a hub id."
+        )
     try:
         return Path(
             snapshot_download(name, allow_patterns=["*.json", "*.safetensors", "*.txt", "*.model"])

@@ -115,6 +115,7 @@ def _relate(layers: list[Layer], linears: dict[str, list[Use]], batch: int | Non
                 order=order[layer.name],
                 group=groups[layer.name],
                 per_token=not (layer.body and single),
+                fused=any(use.fused for use in linears[layer.name]),
                 edge=_edge(order[layer.name], len(ordered)) if layer.body is None else None,
             )
         result.append(layer)

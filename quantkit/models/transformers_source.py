@@ -67,9 +67,11 @@ def open_transformers(
     dtype = TORCH_DTYPES[checkpoint.main_dtype()]
     try:
         module = make_empty(dtype)
-    except (ValueError, TypeError) as error:
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        # What a class raises when it is built from the configuration of another.
         raise QuantkitError(
-            f"{folder}/config.json does not describe a {model_class.__name__}: {error}"
+            f"{folder}/config.json does not describe a {model_class.__name__}: {error}. Correct "
+            "its `architectures`, `model_type` or the value that is named."
         ) from error
     keys = map_keys(module, checkpoint)
     notes: tuple[str, ...] = ()

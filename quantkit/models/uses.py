@@ -29,6 +29,7 @@ class Use:
     op: "linear", "conv", "embedding", "norm" or "other". position: of the node in the graph.
     For a linear also: transposed: the weight is stored [K, N]. producer: the node that computed
     the tensor it is multiplied with. rows: number of rows of that tensor, in the traced example.
+    fused: the product is cut along its last axis.
     """
 
     op: str
@@ -36,6 +37,7 @@ class Use:
     transposed: bool = False
     producer: Any = None
     rows: int = 0
+    fused: bool = False
 
 
 # Operators by the position of the weight among their arguments.
@@ -74,6 +76,10 @@ _RESHAPE = {
 _TRANSPOSE = {
     aten.t.default, aten.numpy_T.default, aten.transpose.int, aten.permute.default,
     aten.mT.default, aten.adjoint.default,
+}  # fmt: skip
+_CUTS = {
+    aten.split.Tensor, aten.split_with_sizes.default, aten.chunk.default, aten.unbind.int,
+    aten.tensor_split.sections,
 }  # fmt: skip
 # All that a module may do and still be a linear layer.
 _PLAIN = {
@@ -142,7 +148,20 @@ def _describe(user: Node, value: Node, transposed: bool, position: int) -> Use:
     if user.args[place] is not value or not isinstance(source, Node) or _dims(value) != 2:
         return Use("other", position)
     producer, rows = _look_through(source)
-    return Use("linear", position, stored_transposed, producer, rows)
+    return Use("linear", position, stored_transposed, producer, rows, _is_cut(user))
+
+
+def _is_cut(node: Node) -> bool:
+    """Whether a product is taken apart along N, seen through views, casts and an added bias."""
+    pending = [node]
+    while pending:
+        value = pending.pop()
+        for user in value.users:
+            if user.target in _CUTS or (user.target is aten.slice.Tensor and not _keeps_rows(user)):
+                return True
+            if user.target in _SAME | _RESHAPE or user.target is aten.add.Tensor:
+                pending.append(user)
+    return False
 
 
 def _look_through(node: Node) -> tuple[Node, int]:

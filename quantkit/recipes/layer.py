@@ -35,6 +35,7 @@ class Layer:
     edge: "first" or "last" linear of a model without repeated blocks (of three or more), else None.
     per_token: False for a linear in the body whose input lacks the token axis that the other
         linears have (AdaLN modulation, time embeddings: M is the batch); True otherwise.
+    fused: several projections in one weight (q/k/v, gate and up): the output is cut along N.
     tied: names of other modules that share the very same parameter.
     """
 
@@ -50,6 +51,7 @@ class Layer:
     body: bool | None = None
     edge: Literal["first", "last"] | None = None
     per_token: bool = True
+    fused: bool = False
     tied: tuple[str, ...] = ()
 
     @property

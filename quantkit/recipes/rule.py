@@ -19,9 +19,9 @@ class Match:
     """Which layers a rule speaks of. An empty tuple or None asks nothing.
 
     names: globs over the whole dotted name, any of them. name_regex: full match. types: module
-    class names. ops, edges: values of `Layer.op` and `Layer.edge`. body, per_token: the layer's
-    own value; a layer of a model without repeated blocks (body None) matches neither True nor
-    False. tied: whether any other module shares the weight.
+    class names. ops, edges: values of `Layer.op` and `Layer.edge`. body, per_token, fused: the
+    layer's own value; a layer of a model without repeated blocks (body None) matches neither True
+    nor False. tied: whether any other module shares the weight.
     """
 
     names: tuple[str, ...] = ()
@@ -31,6 +31,7 @@ class Match:
     edges: tuple[str, ...] = ()
     body: bool | None = None
     per_token: bool | None = None
+    fused: bool | None = None
     tied: bool | None = None
 
     def __call__(self, layer: Layer) -> bool:
@@ -43,6 +44,7 @@ class Match:
             and (not self.edges or layer.edge in self.edges)
             and (self.body is None or layer.body is self.body)
             and (self.per_token is None or layer.per_token is self.per_token)
+            and (self.fused is None or layer.fused is self.fused)
             and (self.tied is None or bool(layer.tied) is self.tied)
         )
 
@@ -56,6 +58,7 @@ class Match:
             "edge": ", ".join(self.edges),
             "body": self.body,
             "per_token": self.per_token,
+            "fused": self.fused,
             "tied": self.tied,
         }
         asked = {key: value for key, value in fields.items() if value not in ("", None)}

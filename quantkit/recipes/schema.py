@@ -77,6 +77,7 @@ class MatchFile(_Part):
     edge: Edges | None = None
     body: bool | None = None
     per_token: bool | None = None
+    fused: bool | None = None
     tied: bool | None = None
 
     @model_validator(mode="after")
@@ -119,6 +120,7 @@ class RuleFile(_Part):
             edges=asked.edge or (),
             body=asked.body,
             per_token=asked.per_token,
+            fused=asked.fused,
             tied=asked.tied,
         )
         if self.quantize is None:
@@ -161,7 +163,8 @@ _PARTS: dict[str, type[_Part]] = {
 
 def explain(error: ValidationError) -> str:
     """The first complaint in one line: dotted key, what is wrong, what to write instead."""
-    first = error.errors()[0]
+    # A misspelt key is reported as unknown and as missing; the former says it better.
+    first = min(error.errors(), key=lambda each: each["type"] != "extra_forbidden")
     path = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in first["loc"])
     key = path.lstrip(".") or "the file"
     if first["type"] == "extra_forbidden":
@@ -196,6 +199,7 @@ def _dump_rule(rule: Rule) -> dict[str, object]:
         "edge": list(match.edges),
         "body": match.body,
         "per_token": match.per_token,
+        "fused": match.fused,
         "tied": match.tied,
     }
     dumped: dict[str, object] = {"match": {k: v for k, v in asked.items() if v not in ([], None)}}

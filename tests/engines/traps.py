@@ -195,6 +195,25 @@ def computed_axes() -> ModelProto:
     return g.model(shape=["rows", K])
 
 
+def fused_projection() -> ModelProto:
+    """q, k and v in one FP8 weight with one scale per channel, cut and brought into heads."""
+    g = Sketch()
+    product = g.node("MatMul", g.fp8_input("x"), g.fp8_weight((K, 192), 1), name="mm")
+    g.node(
+        "Split",
+        g.node("Reshape", product, g.integers([2, -1, 192])),
+        axis=2,
+        num_outputs=3,
+        outputs=3,
+    )
+    q, k, v = (
+        g.node("Transpose", g.node("Reshape", part, g.integers([2, -1, 4, 16])), perm=[0, 2, 1, 3])
+        for part in list(g.nodes[-1].output)
+    )
+    g.node("Add", g.node("Mul", q, k), v)
+    return g.model()
+
+
 def cast_to_fp8() -> ModelProto:
     g = Sketch()
     g.node("Cast", g.node("Cast", "x", to=FP8, name="narrow"), to=BF16)
@@ -358,6 +377,7 @@ CASES: list[tuple[str, Callable[[], ModelProto], Refused | Runs]] = [
     ("mx-emulated", lambda: linear(plain, mxfp8_weight), IN_BF16),
     ("mx-emulated", lambda: linear(plain, lambda g: g.float_scaled_weight(FP4, 32)), IN_BF16),
     ("fp8-dynamic-scale", lambda: linear(lambda g: g.fp8_dynamic_input("x"), fp8_weight), IN_BF16),
+    ("fp8-channel-scales-cut", fused_projection, IN_BF16),
     (
         "fp8-conv-transpose",
         lambda: convolution(lambda g, s: g.fp8_weight(s), op="ConvTranspose"),

@@ -303,3 +303,17 @@ def test_sequential_of_blocks_is_a_body_and_one_of_layers_is_not(toys: Path) -> 
     assert {name for name, layer in layers.items() if layer.body} == {
         f"blocks.{i}.{part}" for i in range(2) for part in ("up", "down")
     }
+
+
+def test_projections_that_share_a_weight_are_fused(traced: Callable[[str], Traced]) -> None:
+    fused = {layer.name for layer in traced("phi").layers if layer.fused}
+    assert fused == {
+        f"model.layers.{block}.{name}"
+        for block in range(2)
+        for name in ("self_attn.qkv_proj", "mlp.gate_up_proj")
+    }
+    assert {layer.name for layer in traced("gpt2").layers if layer.fused} == {
+        "transformer.h.0.attn.c_attn",
+        "transformer.h.1.attn.c_attn",
+    }
+    assert not any(layer.fused for layer in traced("llama").layers)

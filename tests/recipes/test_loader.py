@@ -85,7 +85,9 @@ def test_flux_modulation_becomes_fp8_weights_with_untouched_inputs(name, dit):
 def test_the_keep_rules_are_the_same_in_every_built_in():
     """Recipes are flat, so they repeat these rules; only reasons may differ in wording."""
     matches = {
-        tuple(str(rule.match) for rule in load_recipe(name).rules) for name in builtin_recipes()
+        # What becomes of fused projections is a question for FP8 alone, and no keep rule.
+        tuple(str(rule.match) for rule in load_recipe(name).rules if rule.match.fused is None)
+        for name in builtin_recipes()
     }
     assert len(matches) == 1
     assert all(rule.optional for name in builtin_recipes() for rule in load_recipe(name).rules[:-1])

@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 
 from quantkit.errors import QuantkitError
-from quantkit.models.checkpoint import Checkpoint
+from quantkit.models.checkpoint import DTYPES, Checkpoint
 from quantkit.numerics.checks import check_scales
 from quantkit.numerics.formats import BlockFormat
 from quantkit.numerics.qtensor import QTensor
@@ -23,16 +23,32 @@ def read_qtensor(
 ) -> QTensor:
     """One layer's weight [N, K] as it was written.
 
-    Raises QuantkitError when a tensor is missing, has another shape, or holds an illegal scale.
+    Raises QuantkitError when a tensor is missing, is not what `stored_parts` says, or holds an
+    illegal scale.
     """
-    data, scale = checkpoint.read(layer + DATA), checkpoint.read(layer + SCALE)
-    second = np.float32(checkpoint.read(layer + TENSOR_SCALE)) if fmt.tensor_scale else None
-    columns = shape[1] // 2 if fmt.element.bits == 4 else shape[1]
-    if data.shape != (shape[0], columns) or scale.shape != fmt.scale_shape(shape):
-        raise QuantkitError(
-            f"{checkpoint.path}: {layer} has data {data.shape} and scales {scale.shape}, which is "
-            f"not {fmt.name} of a {shape} weight; quantize the model again"
-        )
-    quantized = QTensor(fmt, shape, data, scale, second)
+    arrays = {}
+    for suffix, (dtype, wanted) in stored_parts(fmt, shape).items():
+        array = arrays[suffix] = checkpoint.read(layer + suffix)
+        if array.shape != wanted or array.dtype != DTYPES[dtype]:
+            raise QuantkitError(
+                f"{checkpoint.path}: {layer}{suffix} is {array.dtype} {array.shape}; {fmt.name} of "
+                f"a {shape} weight has {DTYPES[dtype]} {wanted}; quantize the model again"
+            )
+    second = np.float32(arrays[TENSOR_SCALE]) if fmt.tensor_scale else None
+    quantized = QTensor(fmt, shape, arrays[DATA], arrays[SCALE], second)
     check_scales(quantized, layer)
     return quantized
+
+
+def stored_parts(
+    fmt: BlockFormat, shape: tuple[int, int]
+) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """Suffix -> (safetensors dtype, shape) of the tensors that a weight [N, K] is stored as."""
+    packed = fmt.element.bits == 4
+    parts: dict[str, tuple[str, tuple[int, ...]]] = {
+        DATA: ("U8", (shape[0], shape[1] // 2 if packed else shape[1])),
+        SCALE: ("F32" if fmt.scale.bits == 32 else "U8", fmt.scale_shape(shape)),
+    }
+    if fmt.tensor_scale:
+        parts[TENSOR_SCALE] = ("F32", ())
+    return parts
