@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from quantkit.report.blocks import Block, Cell, Column, Facts, Note, Table, Tone
 from quantkit.report.cells import MISSING, measured, said
 from quantkit.report.documents import Documents, get, items, number, text, words
-from quantkit.report.words import count, error, fixed, format_name, size
+from quantkit.report.words import error, fixed, format_name, size
 
 STATUS_TONES: dict[str, Tone] = {
     "ok": "good",
@@ -35,7 +35,9 @@ def verification_blocks(documents: Documents) -> Iterator[Block]:
             measured(v := number(output, "relative_l2"), error(v)),
             measured(v := number(output, "max_abs"), error(v)),
             measured(v := number(output, "tolerance"), error(v)),
-            measured(v := number(output, "flipped_codes"), count(v)),
+            Cell("quantized" if get(run, "input_quantizers") else "float")
+            if isinstance(get(run, "input_quantizers"), bool)
+            else MISSING,
             _passed(get(output, "passed")),
         )
         for run in items(verify, "runs")
@@ -44,7 +46,10 @@ def verification_blocks(documents: Documents) -> Iterator[Block]:
     if rows:
         yield Note(
             "The exported graph, lowered to operators that ONNX Runtime has and run on the CPU, "
-            "against the fake-quantized PyTorch model."
+            "against the fake-quantized PyTorch model. With float inputs nothing can flip, and the "
+            "two must agree to float32 accuracy. With quantized inputs a value next to a rounding "
+            "tie may take another code, and flips multiply from layer to layer; the tolerance is "
+            "twice what so small a disturbance does to the PyTorch model itself."
         )
         yield Table(
             "Graph against model",
@@ -54,7 +59,7 @@ def verification_blocks(documents: Documents) -> Iterator[Block]:
                 Column("Relative L2", True),
                 Column("Max difference", True),
                 Column("Tolerance", True),
-                Column("Flipped codes", True),
+                Column("Inputs of layers"),
                 Column("Result"),
             ),
             rows,
@@ -104,7 +109,9 @@ def cost_blocks(documents: Documents) -> Iterator[Block]:
     outputs = items(cost, "outputs")
     if not outputs:
         return
-    yield Note(f"Measured on: {text(cost, 'data') or 'not recorded'}.")
+    data = text(cost, "data", "description") or "not recorded"
+    origin = f" ({where})" if (where := text(cost, "data", "source")) else ""
+    yield Note(f"Measured on: {data}{origin}, which calibration did not see.")
     yield Table(
         "Quantized against unquantized model",
         (

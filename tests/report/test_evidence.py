@@ -22,7 +22,7 @@ def test_every_run_and_output_is_listed_with_its_tolerance(artefact):
         "3.0e-07",
         "2.2e-06",
         "1.0e-05",
-        "1",
+        "float",
         "passed",
     ]
     assert {name: cell.text for name, cell in facts.rows}[
@@ -32,14 +32,14 @@ def test_every_run_and_output_is_listed_with_its_tolerance(artefact):
 
 def test_a_number_that_was_not_recorded_is_not_a_zero(artefact, made):
     verify = made["verify"]()
-    del verify["runs"][0]["outputs"][0]["flipped_codes"], verify["runs"][0]["shapes"]
+    del verify["runs"][0]["input_quantizers"], verify["runs"][0]["shapes"]
     _, table, _ = verification_blocks(read_documents(artefact(verify=verify)))
     assert cells(table)[0][0] == cells(table)[0][5] == "not recorded"
 
 
 def test_the_cost_names_its_data_and_the_worst_layers(artefact, made):
     note, outputs, worst = cost_blocks(read_documents(artefact()))
-    assert note.text == "Measured on: 32 passages that calibration did not see."
+    assert note.text == "Measured on: 32 passages (built in), which calibration did not see."
     assert cells(outputs) == [["last_hidden_state", "0.31", "0.95310", "10.2", "0.9912"]]
     assert [row[0].text for row in worst.rows] == [made["layers"][5], made["layers"][11]]
     assert worst.rows[0][1].bar == 1
