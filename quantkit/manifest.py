@@ -159,12 +159,8 @@ def _frame(digest: hashlib._Hash, kind: bytes, content: bytes) -> None:
 
 
 def write_json(path: Path, content: object) -> None:
-    """Write JSON atomically, keys in the order given.
-
-    JSON has no NaN or infinity; a float that is not finite is written as the text "nan", "inf" or
-    "-inf", so that a failed measurement is recorded as what it was.
-    """
-    text = json.dumps(_finite(content), indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+    """Write JSON atomically, encoded by `encode_json`."""
+    text = encode_json(content) + "\n"
     part = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
         with _full_disk(path), _refused(path):
@@ -172,6 +168,15 @@ def write_json(path: Path, content: object) -> None:
             part.replace(path)
     finally:
         part.unlink(missing_ok=True)
+
+
+def encode_json(content: object) -> str:
+    """JSON text, indented, keys in the order given.
+
+    JSON has no NaN or infinity; a float that is not finite is written as the text "nan", "inf" or
+    "-inf", so that a failed measurement is recorded as what it was.
+    """
+    return json.dumps(_finite(content), indent=2, ensure_ascii=False, allow_nan=False)
 
 
 def _finite(value: object) -> object:
@@ -197,11 +202,17 @@ def read_json(path: Path) -> Any:
 def check_output(out: Path, overwrite: bool) -> None:
     """Refuse an output folder that cannot be used. Cheap: call it before any long work.
 
-    Raises QuantkitError when `out` is a file, when it has content and `overwrite` is False, and
-    when `overwrite` would remove a folder that quantkit did not make (no quantkit.json).
+    Raises QuantkitError when `out` is a file or cannot be made where it should be, when it has
+    content and `overwrite` is False, and when `overwrite` would remove a folder that quantkit did
+    not make (no quantkit.json).
     """
     if out.is_file():
         raise QuantkitError(f"output {out} is a file; name a folder")
+    parent = _existing(out.resolve().parent)
+    if not parent.is_dir():
+        raise QuantkitError(f"output {out} lies inside {parent}, which is a file; name a folder")
+    if not os.access(parent, os.W_OK | os.X_OK):
+        raise QuantkitError(f"output {out}: no permission to write in {parent}; name another")
     if not out.is_dir() or not any(out.iterdir()):
         return
     if not overwrite:

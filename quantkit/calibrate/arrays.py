@@ -32,6 +32,12 @@ def read_arrays(path: Path) -> dict[str, Tensor]:
     try:
         if path.suffix == ".safetensors":
             return dict(load_file(path))
+        if not zipfile.is_zipfile(path):
+            # numpy would take it for a pickle and tell the user to trust it.
+            raise QuantkitError(
+                f"{path}: not a readable .npz file of arrays: no archive, or cut short; write it "
+                "with np.savez"
+            )
         with np.load(path, allow_pickle=False) as archive:
             return {name: torch.from_numpy(archive[name]) for name in archive.files}
     except (ValueError, TypeError, zipfile.BadZipFile, EOFError, SafetensorError) as error:

@@ -68,8 +68,8 @@ def calibrate(
     second_moment: also return the mean of x^2 per input channel, in float64.
     call: (module, batch) -> anything, such as `Source.call`; `module(**batch)` by default.
     progress: called with (batches done, batches in all; 0 when not known).
-    Raises QuantkitError for NaN or Inf in an activation (layer, batch index, share) and when there
-    is no batch or no layer is reached.
+    Raises QuantkitError for NaN or Inf in an activation (layer, batch index, share), for a batch
+    that the module fails on, and when there is no batch or no layer is reached.
     """
     seen = {layer.name: _Seen() for layer in layers}
     running = _Running()
@@ -89,7 +89,7 @@ def calibrate(
             undo.callback(after.remove)
         for index, batch in enumerate(batches):
             running.start(index, batch)
-            run(module, {key: value.to(device) for key, value in batch.items()})
+            _run(run, module, index, {key: value.to(device) for key, value in batch.items()})
             for values in seen.values():
                 values.end_batch()
             done = index + 1
@@ -236,6 +236,19 @@ def _evaluation_mode(module: nn.Module) -> Iterator[None]:
     finally:
         for part, flag in training:
             part.training = flag
+
+
+def _run(call: Call, module: nn.Module, index: int, batch: dict[str, Tensor]) -> None:
+    try:
+        call(module, batch)
+    except (IndexError, RuntimeError, TypeError, ValueError) as error:
+        # The model's own code met data it was not written for, such as token ids out of range.
+        reason = str(error).strip().partition("\n")[0]
+        listed = ", ".join(f"{name} {list(value.shape)}" for name, value in batch.items())
+        raise QuantkitError(
+            f"{type(module).__name__} fails on calibration batch {index} ({listed}): {reason}; "
+            "check that the data belongs to this model"
+        ) from error
 
 
 def _call(module: nn.Module, batch: dict[str, Tensor]) -> object:

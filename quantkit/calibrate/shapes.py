@@ -33,8 +33,9 @@ def fit(batch: Mapping[str, Tensor], example: Example, origin: str) -> Batch:
 
     An empty key-value cache is added for a model that takes one. A number given for an input with
     a batch axis (a pipeline's time step) is repeated along it.
-    Raises QuantkitError for an input too many or missing, a wrong rank, or a fixed axis of another
-    size; `origin` says in the message where the batch came from.
+    Raises QuantkitError for an input too many or missing, a wrong rank, a fixed axis of another
+    size, NaN, or fractions where the model takes whole numbers; `origin` says in the message where
+    the batch came from.
     """
     unknown = [name for name in batch if name not in example.kwargs]
     if unknown:
@@ -57,8 +58,23 @@ def fit(batch: Mapping[str, Tensor], example: Example, origin: str) -> Batch:
             raise QuantkitError(
                 f"{origin}: input {name!r} has shape {list(value.shape)}, the model takes [{shape}]"
             )
-        fitted[name] = value.to(like.dtype)
+        fitted[name] = _cast(name, value, like.dtype, origin)
     return fitted
+
+
+def _cast(name: str, value: Tensor, dtype: torch.dtype, origin: str) -> Tensor:
+    """`value` in the dtype of the model's input, refused where that would invent numbers."""
+    if value.is_floating_point() and (nan := int(value.isnan().sum())):
+        raise QuantkitError(
+            f"{origin}: {nan} of {value.numel()} values of input {name!r} are NaN; repair the data"
+        )
+    cast = value.to(dtype)
+    if value.is_floating_point() and not dtype.is_floating_point and not torch.equal(value, cast):
+        raise QuantkitError(
+            f"{origin}: input {name!r} holds fractions or numbers out of range, the model takes "
+            f"{str(dtype).removeprefix('torch.')}; give whole numbers"
+        )
+    return cast
 
 
 def _axis_sizes(batch: Mapping[str, Tensor], example: Example) -> dict[str, int]:

@@ -106,6 +106,8 @@ def build(
     profiles, notes = _profiles(graph, path, shapes)
     trt = compiler.load()
     engine = Path(output) if output is not None else _engine_path(path, targets)
+    if engine.is_dir():
+        raise QuantkitError(f"output {engine} is a folder; name the engine file to write")
     key = _key(graph, path, compiler, trt.__version__, targets, profiles)
     record = path.parent / "build.json"
     known = _reusable(record, engine, key)

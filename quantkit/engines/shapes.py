@@ -93,7 +93,8 @@ def check_profile(profile: Profile, inputs: Mapping[str, Extents]) -> dict[str, 
     """The part of `profile` that a build needs: one range for each dynamic input.
 
     inputs: declared shape of every input of the model. Raises QuantkitError for a range that
-    names no input or contradicts its declared shape, and for a dynamic input without a range.
+    names no input or contradicts its declared shape or another input's range of the same axis, and
+    for a dynamic input without a range.
     """
     for name, shape in profile.items():
         if name not in inputs:
@@ -101,6 +102,7 @@ def check_profile(profile: Profile, inputs: Mapping[str, Extents]) -> dict[str, 
             hint = f"did you mean {near[0]!r}?" if near else f"inputs: {', '.join(inputs)}"
             raise QuantkitError(f"--shape {name}: the model has no such input; {hint}")
         _check_range(name, shape, inputs[name])
+    _check_shared_axes(profile, inputs)
     missing = [name for name, e in inputs.items() if is_dynamic(e) and name not in profile]
     if missing:
         suggestions = " ".join(f"--shape {name}:{_suggest(inputs[name])}" for name in missing)
@@ -125,6 +127,22 @@ def _check_range(name: str, shape: ShapeRange, declared: Extents) -> None:
                 f"--shape {name}: axis {axis} is fixed at {extent} in the model ({spelled}), "
                 f"not {format_shape(shape.opt)}; keep it or export with that axis dynamic"
             )
+
+
+def _check_shared_axes(profile: Profile, inputs: Mapping[str, Extents]) -> None:
+    """Axes of one name have one size at run time, so their ranges must meet."""
+    seen: dict[str, tuple[str, int, int]] = {}
+    for name, shape in profile.items():
+        for axis, label in enumerate(inputs[name]):
+            if not isinstance(label, str):
+                continue
+            low, high = shape.min[axis], shape.max[axis]
+            other, other_low, other_high = seen.setdefault(label, (name, low, high))
+            if low > other_high or high < other_low:
+                raise QuantkitError(
+                    f"--shape: axis {label!r} is {low} to {high} in {name} and {other_low} to "
+                    f"{other_high} in {other}, but is the same axis; give both the same range"
+                )
 
 
 def _parse_extents(text: str) -> tuple[int, ...] | None:

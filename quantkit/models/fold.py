@@ -99,7 +99,8 @@ def _is_foldable(node: fx.Node, values: dict[fx.Node, Any]) -> bool:
 
 
 def _writes(target: torch._ops.OpOverload) -> bool:
-    return bool(target._schema.is_mutable)
+    # `torch.tensor(3)` in a model's code is traced with a detach_, which changes no number.
+    return bool(target._schema.is_mutable) and target != torch.ops.aten.detach_.default
 
 
 def _written(graph: fx.Graph) -> set[fx.Node]:

@@ -8,10 +8,12 @@ only hooks sees the modules and not the graph.
 from __future__ import annotations
 
 import inspect
+import io
+import logging
 import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -96,9 +98,7 @@ def trace_program(
         plain[name]: dict.fromkeys(example.dynamic_shapes.get(name, {}), Dim.DYNAMIC)
         for name in inputs
     }
-    with _flat_forward(module, call, plain), _plain_attention(), warnings.catch_warnings():
-        # torch.export warns about its own internals; nothing in it is for the user.
-        warnings.simplefilter("ignore")
+    with _flat_forward(module, call, plain), _plain_attention(), _silent_export():
         try:
             return torch.export.export(
                 module,
@@ -133,6 +133,22 @@ def _flat_forward(
         yield
     finally:
         del module.forward
+
+
+@contextmanager
+def _silent_export() -> Iterator[None]:
+    """torch.export warns about its own internals, and prints the half-made graph of a failure.
+
+    Nothing in it is for the user; what is wrong comes as the exception.
+    """
+    disabled = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        with warnings.catch_warnings(), redirect_stderr(io.StringIO()):
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(disabled)
 
 
 @contextmanager

@@ -67,15 +67,18 @@ def write_checkpoint(
         with part.open("wb") as file:
             file.write(len(encoded).to_bytes(8, "little") + encoded)
             for done, (name, tensor) in enumerate(tensors.items(), 1):
-                array = np.asarray(tensor.load(), order="C")
-                if array.shape != tensor.shape or array.dtype != DTYPES[tensor.dtype]:
-                    raise AssertionError(
-                        f"{name}: promised {tensor.dtype} {tensor.shape}, "
-                        f"got {array.dtype} {array.shape}"
-                    )
-                file.write(array.reshape(-1).view(np.uint8).data)
+                file.write(_bytes_of(name, tensor))
                 if advance is not None:
                     advance(done, len(tensors))
         part.replace(path)
     finally:
         part.unlink(missing_ok=True)
+
+
+def _bytes_of(name: str, tensor: LazyTensor) -> memoryview:
+    array = np.asarray(tensor.load(), order="C")
+    if array.shape != tensor.shape or array.dtype != DTYPES[tensor.dtype]:
+        raise AssertionError(
+            f"{name}: promised {tensor.dtype} {tensor.shape}, got {array.dtype} {array.shape}"
+        )
+    return array.reshape(-1).view(np.uint8).data

@@ -28,7 +28,7 @@ def nonfinite_error(x: NDArray[np.generic], name: str) -> QuantkitError:
     first = tuple(int(i) for i in np.unravel_index(int(bad.argmax()), x.shape))
     return QuantkitError(
         f"{name}: {int(bad.sum())} of {x.size} values are NaN or Inf, the first is {x[first]} at "
-        f"index {list(first)}; repair the checkpoint or keep this tensor out of the recipe"
+        f"index {list(first)}; repair the checkpoint, no recipe can leave it out"
     )
 
 

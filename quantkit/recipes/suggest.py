@@ -40,7 +40,7 @@ def explain_no_match(glob: str, names: Sequence[str]) -> str:
         )
     if near := nearest(glob, names):
         return f"no layer matches {glob!r}; did you mean {' or '.join(map(repr, near))}?"
-    return f"no layer matches {glob!r}; `quantkit inspect --layers MODEL` lists them"
+    return f"no layer matches {glob!r}; `quantkit inspect MODEL --layers` lists them"
 
 
 def nearest(word: str, candidates: Sequence[str]) -> list[str]:

@@ -1,4 +1,4 @@
-"""Zoo models opened and traced once for all tests of a session."""
+"""Zoo models opened and traced once for all tests of a session, whichever folder asks first."""
 
 from __future__ import annotations
 

@@ -1,0 +1,128 @@
+"""quantkit export: a model becomes a quantized model for a runtime."""
+
+from __future__ import annotations
+
+import sys
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from quantkit.cli import options as opt
+from quantkit.cli.console import Console
+from quantkit.errors import QuantkitError
+
+
+class Target(StrEnum):
+    """What a model can be exported to."""
+
+    onnx = "onnx"
+
+
+class DialectName(StrEnum):
+    """Which ONNX operators quantize the inputs."""
+
+    tensorrt = "tensorrt"
+    standard = "standard"
+
+
+def export(
+    model: opt.Model,
+    output: opt.Output = None,
+    fp4: opt.Fp4 = False,
+    fp8: opt.Fp8 = False,
+    recipe: opt.RecipeName = None,
+    to: Annotated[Target, typer.Option("--to", help="What to write.")] = Target.onnx,
+    dialect: Annotated[
+        DialectName,
+        typer.Option("--dialect", help="tensorrt, or ONNX operators only (standard)."),
+    ] = DialectName.tensorrt,
+    opset: Annotated[
+        int | None,
+        typer.Option(
+            "--opset",
+            metavar="N",
+            help="Default: the smallest that can say it.",
+            show_default=False,
+        ),
+    ] = None,
+    compute_dtype: opt.ComputeDtypeOption = opt.ComputeDtype.auto,
+    calibration: opt.CalibrationData = None,
+    limit: opt.Limit = None,
+    device: opt.Device = "cpu",
+    original: opt.Original = None,
+    dry_run: opt.DryRun = False,
+    overwrite: opt.Overwrite = False,
+    json: opt.Json = False,
+    quiet: opt.Quiet = False,
+    verbose: opt.Verbose = False,
+) -> None:
+    """Quantize MODEL and write it as ONNX.
+
+    MODEL may also be a folder that quantkit quantize wrote: it needs no recipe and no data.
+
+    Examples:
+
+        quantkit export --fp4 ./all-MiniLM-L6-v2 -o out
+
+        quantkit export --recipe my.yaml black-forest-labs/FLUX.1-dev -o out --calibration p.txt
+    """
+    console = Console(json=json, verbosity=verbose - quiet)
+    short = pick_short(fp4, fp8, recipe)
+    if dry_run:
+        from quantkit.cli.show_plan import show_plan
+
+        show_plan(console, model, recipe, short, compute_dtype)
+        suggest_run(console, "export", model, recipe, short, output)
+        return
+    folder = require_output(output)
+    from quantkit.export.run import export_model
+
+    manifest = export_model(
+        model,
+        folder,
+        to=to,
+        recipe=recipe,
+        short=short,
+        compute_dtype=compute_dtype,
+        options={"dialect": dialect.value, "opset": opset},
+        calibration=calibration,
+        limit=limit,
+        device=device,
+        original=original,
+        overwrite=overwrite,
+        command=sys.argv,
+        progress=console.progress,
+    )
+    from quantkit.cli.show_plan import summarise_export
+
+    summarise_export(console, manifest, folder)
+    console.next("quantkit", "verify", folder)
+
+
+def pick_short(fp4: bool, fp8: bool, recipe: str | None) -> str | None:
+    """ "fp4", "fp8" or None; QuantkitError when more than one of them and --recipe was given."""
+    if fp4 + fp8 + (recipe is not None) > 1:
+        raise QuantkitError("--fp4, --fp8 and --recipe exclude each other: give one")
+    return "fp4" if fp4 else "fp8" if fp8 else None
+
+
+def require_output(output: Path | None) -> Path:
+    """The folder to write; QuantkitError when none was given."""
+    if output is None:
+        raise QuantkitError("say where to write: -o FOLDER (or --dry-run to see the plan only)")
+    return output
+
+
+def suggest_run(
+    console: Console,
+    command: str,
+    model: str,
+    recipe: str | None,
+    short: str | None,
+    output: Path | None,
+) -> None:
+    """After a dry run: the same command, for real."""
+    choice = [f"--{short}"] if short else ["--recipe", recipe] if recipe else []
+    console.next("quantkit", command, *choice, model, "-o", output or "OUT")

@@ -1,0 +1,100 @@
+"""quantkit verify: is the export right, and what did quantization cost?"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from quantkit.cli import options as opt
+from quantkit.cli.artefact import find_folder
+from quantkit.cli.console import Console, format_table
+
+
+def verify(
+    folder: Annotated[
+        Path,
+        typer.Argument(
+            metavar="FOLDER", help="A folder that quantkit export wrote.", show_default=False
+        ),
+    ],
+    model: opt.Original = None,
+    calibration: opt.CalibrationData = None,
+    limit: opt.Limit = None,
+    json: opt.Json = False,
+    quiet: opt.Quiet = False,
+    verbose: opt.Verbose = False,
+) -> None:
+    """Prove the export right; say what it cost.
+
+    Runs the graph on ONNX Runtime's CPU provider and compares it with the fake-quantized PyTorch
+    model, which it must equal, and with the original model on data that calibration did not see.
+    Exits 1 when the graph is not the model.
+    """
+    console = Console(json=json, verbosity=verbose - quiet)
+    folder = find_folder(folder)
+    from quantkit.evaluate.verify import verify as run
+    from quantkit.manifest import write_json
+
+    result = run(
+        folder, model=model, calibration=calibration, limit=limit, progress=console.progress
+    )
+    content = result.to_json()
+    write_json(folder / "verify.json", content)
+    layers, weights = content["layers"], content["weights"]
+    plain, quantized = (result.worst(input_quantizers=each) for each in (False, True))
+    lines = [
+        f"weights: {weights['identical']}/{weights['checked']} identical to the plan",
+        f"layers fed identical inputs: {layers['passed']}/{layers['checked']} agree, worst "
+        f"{layers['worst_relative_l2']:.1e}",
+        f"outputs at {len(result.runs) // 2} shapes: worst relative L2 {plain['relative_l2']:.1e} "
+        f"with float inputs, {quantized['relative_l2']:.1e} with quantized ones "
+        f"(within {quantized['tolerance']:.1e}; {layers['flipped_codes']} of {layers['codes']} "
+        "input codes next to a rounding tie flipped)",
+        "",
+        f"cost of quantization on {content['cost']['data']['description']}:",
+        format_table(
+            ("output", "relative L2", "cosine", "SQNR", "norm ratio"),
+            [
+                (
+                    output["name"],
+                    f"{output['relative_l2']:.4f}",
+                    f"{output['cosine']:.5f}",
+                    f"{output['sqnr_db']:.1f} dB",
+                    f"{output['norm_ratio']:.4f}",
+                )
+                for output in result.outputs
+            ],
+        ),
+        "worst layers: "
+        + ", ".join(f"{c['layer']} {c['relative_l2']:.3f}" for c in result.worst_layers[:3]),
+        "",
+        "verified: the graph is the fake-quantized model"
+        if result.passed
+        else "FAILED: the graph differs from the fake-quantized model (see verify.json)",
+        *list_failures(content),
+    ]
+    console.result(content, "\n".join(lines))
+    if not result.passed:
+        console.next("quantkit", "report", folder)
+        raise typer.Exit(1)
+    console.next("quantkit", "build", folder)
+
+
+def list_failures(content: Mapping[str, Any]) -> list[str]:
+    """Which weights, layers and outputs failed, by name; nothing when none did."""
+    failed = {
+        "weights": content["weights"]["different"],
+        "layers": [row["layer"] for row in content["layers"]["rows"] if not row["passed"]],
+        "outputs": [
+            output["name"]
+            for run in content["runs"]
+            for output in run["outputs"]
+            if not output["passed"]
+        ],
+    }
+    return [
+        f"  {what}: {', '.join(dict.fromkeys(names))}" for what, names in failed.items() if names
+    ]

@@ -1,0 +1,1 @@
+"""Whether the exported model is right (parity), and what quantization costs (cost)."""

@@ -1,0 +1,149 @@
+"""ONNX: the graph of the float model, with FP4 and FP8 weights as initializers.
+
+    to_onnx -> quantize_graph -> describe -> save -> check
+
+Each step is a function over one `onnx_ir.Model`; the weights stay on disk until `save` asks for
+them one by one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, TypedDict
+
+import onnx_ir as ir
+from numpy.typing import NDArray
+
+import quantkit
+from quantkit.errors import QuantkitError
+from quantkit.export.onnx.dialects import DIALECTS, get_dialect
+from quantkit.export.onnx.rewrite import LayerRow, quantize_graph
+from quantkit.export.onnx.save import MODEL_FILE, Progress, check, describe, save
+from quantkit.export.onnx.trace import to_onnx
+from quantkit.models.trace import Traced
+from quantkit.recipes.layer import Scheme
+from quantkit.weights import Weights
+
+__all__ = [
+    "DIALECTS",
+    "MODEL_FILE",
+    "Export",
+    "LayerRow",
+    "export_onnx",
+    "quantize_graph",
+    "save",
+    "to_onnx",
+]
+
+# Newer opsets exist; torch's exporter writes operators there that are not valid in them.
+LARGEST_OPSET = 25
+
+
+class File(TypedDict):
+    """A written file, relative to the folder."""
+
+    name: str
+    bytes: int
+
+
+class Port(TypedDict):
+    """An input or output of the model. Dynamic axes are names."""
+
+    name: str
+    dtype: str
+    shape: list[int | str | None]
+
+
+class Export(TypedDict):
+    """The `export` entry of quantkit.json."""
+
+    target: str
+    dialect: str
+    opset: int
+    files: list[File]
+    layers: list[LayerRow]
+    inputs: list[Port]
+    outputs: list[Port]
+
+
+def export_onnx(
+    traced: Traced,
+    weights: Weights,
+    folder: Path,
+    *,
+    dialect: str = "tensorrt",
+    opset: int | None = None,
+    progress: Progress | None = None,
+) -> Export:
+    """Write `folder`/model.onnx and model.onnx.data.
+
+    traced: the model in its compute dtype; inputs, outputs and dynamic axes keep dtypes and names.
+    weights: the planned layers; every other parameter is read from `traced.source`.
+    dialect: "tensorrt" or "standard" (see `dialects.py`). opset: by default the smallest that can
+    say all formats. progress: called with (tensors written, tensors in all).
+    Raises QuantkitError for an operator or layer that cannot be exported, an opset that cannot
+    hold the formats, and a full disk.
+    """
+    spelled = get_dialect(dialect)
+    chosen = choose_opset(dialect, map(weights.scheme, weights), opset)
+
+    def read(name: str) -> NDArray[Any]:
+        if name in traced.buffers:
+            return traced.buffers[name].numpy()
+        return traced.source.read_weight(name)
+
+    model = to_onnx(
+        traced.program,
+        read,
+        output_names=traced.example.output_names or None,
+        axis_names={
+            # A program's inputs cannot have dots in their names.
+            name.replace(".", "_"): axes
+            for name, axes in traced.example.dynamic_shapes.items()
+        },
+        opset=chosen,
+    )
+    rows = quantize_graph(model, weights, spelled)
+    describe(model, rows, quantkit.__version__)
+    path = save(model, folder, progress=progress)
+    check(path)
+    return Export(
+        target="onnx",
+        dialect=dialect,
+        opset=chosen,
+        files=[
+            File(name=file.name, bytes=file.stat().st_size)
+            for file in (path, path.with_name(path.name + ".data"))
+        ],
+        layers=rows,
+        inputs=[_port(value) for value in model.graph.inputs],
+        outputs=[_port(value) for value in model.graph.outputs],
+    )
+
+
+def choose_opset(dialect: str, schemes: Iterable[Scheme], asked: int | None = None) -> int:
+    """The opset to write: `asked`, or the smallest that can say the formats of all schemes.
+
+    Raises QuantkitError when `asked` cannot.
+    """
+    formats = {
+        fmt.name for scheme in schemes for fmt in (scheme.weight, scheme.input) if fmt is not None
+    }
+    smallest = get_dialect(dialect).minimum_opset(formats)
+    if asked is None:
+        return smallest
+    if not smallest <= asked <= LARGEST_OPSET:
+        raise QuantkitError(
+            f"opset {asked}: {', '.join(sorted(formats))} in dialect {dialect!r} needs opset "
+            f"{smallest} to {LARGEST_OPSET}; leave it out to get {smallest}"
+        )
+    return asked
+
+
+def _port(value: ir.Value) -> Port:
+    assert value.name is not None
+    assert value.dtype is not None
+    assert value.shape is not None
+    shape: list[Any] = [dim if isinstance(dim, int) else dim.value for dim in value.shape]
+    return Port(name=value.name, dtype=value.dtype.name, shape=shape)

@@ -1,0 +1,270 @@
+"""A correct export passes every check; whatever is wrong fails the check that is meant for it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+import pytest
+import torch
+
+from quantkit.errors import QuantkitError
+from quantkit.evaluate.exported import load_lowered
+from quantkit.evaluate.parity import (
+    TOLERANCE,
+    LayerParity,
+    RunParity,
+    WeightParity,
+    compare_layers,
+    compare_runs,
+    compare_weights,
+    other_threads,
+    rounding_noise,
+)
+from quantkit.export.onnx import export_onnx
+from quantkit.models.source import open_model
+from quantkit.models.trace import trace
+from quantkit.prepare import prepare
+from quantkit.simulate import fake_quantized
+from tests.artefacts import File, plan_traced, random_batches, write_net
+from tests.evaluate.conftest import Exported
+
+Get = Callable[[str, str], Exported]
+DAMAGED = "encoder.layer.1.output.dense"
+# In the first block, so that what is wrong spreads and only its own check may name it.
+EARLY = "encoder.layer.0.intermediate.dense"
+
+
+def silent(done: int, total: int) -> None:
+    assert 0 < done <= total
+
+
+def weights_of(made: Exported, graph: ir.Model) -> WeightParity:
+    return compare_weights(graph, made.rows, made.weights, silent)
+
+
+def layers_of(made: Exported, graph: ir.Model) -> list[LayerParity]:
+    return compare_layers(
+        made.source, graph, made.rows, made.module, made.weights, made.batches, silent
+    )
+
+
+def runs_of(made: Exported, graph: ir.Model) -> list[RunParity]:
+    return compare_runs(
+        made.source, graph, made.rows, made.module, made.weights, made.batches, silent
+    )
+
+
+def failed(layers: list[LayerParity]) -> set[str]:
+    return {layer["layer"] for layer in layers if not layer["passed"]}
+
+
+@pytest.mark.parametrize("recipe", ["nvfp4", "fp8", "mxfp8"])
+@pytest.mark.parametrize("name", ["bert", "llama"])
+def test_an_untouched_export_passes_every_check_without_a_flipped_code(
+    name: str, recipe: str, exported: Get
+) -> None:
+    made = exported(name, recipe)
+    graph = load_lowered(made.file.path)
+    weights = weights_of(made, graph)
+    assert weights == {
+        "checked": len(made.weights),
+        "identical": len(made.weights),
+        "different": [],
+    }
+    layers = layers_of(made, graph)
+    assert [layer["layer"] for layer in layers] == [row["layer"] for row in made.rows]
+    assert not failed(layers)
+    assert sum(layer["flipped_codes"] for layer in layers) == 0
+    assert all(layer["codes"] > 0 for layer in layers)
+    runs = runs_of(made, graph)
+    assert [run["input_quantizers"] for run in runs] == [False, True] * 2
+    assert {tuple(run["shapes"]["input_ids"]) for run in runs} == {(2, 16), (1, 9)}
+    for run in runs:
+        for output in run["outputs"]:
+            assert output["passed"]
+            assert 0 < output["relative_l2"] < TOLERANCE
+
+
+def test_checking_leaves_the_module_as_it_was(exported: Get) -> None:
+    made = exported("bert", "nvfp4")
+    before = {name: id(value) for name, value in made.module.named_parameters()}
+    graph = load_lowered(made.file.path)
+    outputs = list(graph.graph.outputs)
+    layers_of(made, graph)
+    assert list(graph.graph.outputs) == outputs
+    runs_of(made, graph)
+    assert {name: id(value) for name, value in made.module.named_parameters()} == before
+    assert not any(part._forward_pre_hooks for part in made.module.modules())
+
+
+@pytest.mark.parametrize("recipe", ["nvfp4", "fp8", "mxfp8"])
+def test_one_flipped_bit_of_one_weight_is_found_and_its_layer_named(
+    recipe: str, exported: Get, tmp_path: Path
+) -> None:
+    made = exported("bert", recipe)
+    file = made.file.copy_to(tmp_path)
+    file.flip_bit(f"{DAMAGED}.weight", byte=37)
+    parity = weights_of(made, load_lowered(file.path))
+    assert parity["different"] == [DAMAGED]
+    assert parity["identical"] == parity["checked"] - 1
+
+
+def test_a_changed_scale_of_a_weight_is_found(exported: Get, tmp_path: Path) -> None:
+    made = exported("bert", "nvfp4")
+    for number, name in enumerate((f"{DAMAGED}.weight_scale", f"{DAMAGED}.weight_scale_2")):
+        file = made.file.copy_to(tmp_path / str(number))
+        file.flip_bit(name)
+        assert weights_of(made, load_lowered(file.path))["different"] == [DAMAGED]
+
+
+def test_a_layer_that_the_file_left_in_float_is_found(exported: Get) -> None:
+    made = exported("bert", "nvfp4")
+    rows = [row for row in made.rows if row["layer"] != DAMAGED]
+    parity = compare_weights(load_lowered(made.file.path), rows, made.weights, silent)
+    assert parity["different"] == [DAMAGED]
+
+
+@pytest.mark.parametrize("recipe", ["nvfp4", "fp8"])
+def test_a_wrong_input_scale_fails_its_layers_and_no_other(
+    recipe: str, exported: Get, tmp_path: Path
+) -> None:
+    made = exported("bert", recipe)
+    file = made.file.copy_to(tmp_path)
+    file.edit(f"{EARLY}.input_scale", lambda scale: scale * 1.3)
+    graph = load_lowered(file.path)
+    assert weights_of(made, graph)["different"] == []
+    assert failed(layers_of(made, graph)) == {EARLY}
+
+
+def test_siblings_that_share_a_wrong_input_scale_all_fail(exported: Get, tmp_path: Path) -> None:
+    made = exported("bert", "nvfp4")
+    siblings = {f"encoder.layer.0.attention.self.{part}" for part in ("query", "key", "value")}
+    file = made.file.copy_to(tmp_path)
+    (scale,) = {f"{name}.input_scale" for name in siblings} & set(file.initializers())
+    file.edit(scale, lambda value: value * 1.3)
+    assert failed(layers_of(made, load_lowered(file.path))) == siblings
+
+
+@pytest.mark.parametrize("part", ["weight", "bias"])
+def test_a_wrong_norm_fails_the_outputs_though_weights_and_layers_agree(
+    part: str, exported: Get, tmp_path: Path
+) -> None:
+    made = exported("bert", "nvfp4")
+    file = made.file.copy_to(tmp_path)
+    file.edit(f"encoder.layer.0.output.LayerNorm.{part}", lambda x: x + np.float32(1e-3))
+    graph = load_lowered(file.path)
+    assert weights_of(made, graph)["different"] == []
+    assert not failed(layers_of(made, graph))
+    for run in runs_of(made, graph):
+        if not run["input_quantizers"]:
+            assert not any(output["passed"] for output in run["outputs"])
+
+
+def test_a_wrong_bias_of_a_quantized_layer_fails_the_outputs(exported: Get, tmp_path: Path) -> None:
+    made = exported("bert", "fp8")
+    file = made.file.copy_to(tmp_path)
+    file.edit(f"{EARLY}.bias", lambda x: x + np.float32(1e-2))
+    runs = runs_of(made, load_lowered(file.path))
+    assert not any(run["outputs"][0]["passed"] for run in runs if not run["input_quantizers"])
+
+
+def test_a_baked_shape_is_an_error_that_names_the_output(exported: Get) -> None:
+    """Case C23: the graph is right at the traced shape only."""
+    made = exported("bert", "nvfp4")
+    graph = load_lowered(made.file.path)
+    _bake(graph, "last_hidden_state", 8)
+    with pytest.raises(QuantkitError, match=r"output last_hidden_state: .*\(2, 8, 64\)"):
+        runs_of(made, graph)
+
+
+def _bake(model: ir.Model, name: str, length: int) -> None:
+    """Cut output `name` to a constant length along axis 1."""
+    index = next(i for i, value in enumerate(model.graph.outputs) if value.name == name)
+    constants = []
+    for role, number in (("start", 0), ("end", length), ("axis", 1)):
+        tensor = ir.tensor(np.array([number], np.int64), name=f"bake_{role}")
+        constants.append(ir.Value(name=tensor.name, const_value=tensor))
+        model.graph.register_initializer(constants[-1])
+    node = ir.node("Slice", [model.graph.outputs[index], *constants])
+    model.graph.append(node)
+    cut = node.outputs[0]
+    cut.name, cut.dtype = f"{name}_baked", ir.DataType.FLOAT
+    cut.shape = ir.Shape([None, length, None])
+    model.graph.outputs[index] = cut
+
+
+def test_a_lost_output_is_an_error(exported: Get) -> None:
+    made = exported("bert", "nvfp4")
+    graph = load_lowered(made.file.path)
+    del graph.graph.outputs[1]
+    with pytest.raises(QuantkitError, match="the model last_hidden_state, pooler_output"):
+        runs_of(made, graph)
+
+
+def test_a_manifest_of_another_graph_is_an_error(exported: Get) -> None:
+    made = exported("bert", "nvfp4")
+    rows = [{**made.rows[0], "node": "elsewhere"}]
+    with pytest.raises(QuantkitError, match=f"{made.rows[0]['layer']}: .*'elsewhere'"):
+        compare_weights(load_lowered(made.file.path), rows, made.weights, silent)
+
+
+def _noise(made: Exported, level: float) -> dict[str, float]:
+    inputs = made.batches[0]
+    with torch.inference_mode(), fake_quantized(made.module, made.weights):
+        outputs = made.source.call(made.module, inputs)
+        expected: dict[str, Any] = {name: value.numpy() for name, value in outputs.items()}
+        return rounding_noise(made.source, made.module, made.weights, inputs, expected, level)
+
+
+def test_nothing_can_flip_in_a_weight_only_model(exported: Get) -> None:
+    made = exported("bert", "nvfp4-weight-only")
+    assert set(_noise(made, 1e-3).values()) == {0.0}
+    for run in runs_of(made, load_lowered(made.file.path)):
+        for output in run["outputs"]:
+            assert output["passed"]
+            assert output["tolerance"] == TOLERANCE
+
+
+def test_noise_is_that_of_flipped_codes_and_the_same_at_every_call(exported: Get) -> None:
+    """What comes out is far more than what went in, and nothing where nothing was disturbed."""
+    made = exported("bert", "nvfp4")
+    loud, again, quiet = _noise(made, 1e-4), _noise(made, 1e-4), _noise(made, 0.0)
+    assert loud == again
+    assert all(value > 3e-4 for value in loud.values()), loud
+    assert all(value < 1e-5 for value in quiet.values()), quiet
+
+
+def test_other_threads_is_another_number_and_is_undone() -> None:
+    before = torch.get_num_threads()
+    with other_threads():
+        assert torch.get_num_threads() != before
+    assert torch.get_num_threads() == before
+
+
+def test_a_layer_that_runs_twice_is_compared_at_each_use(tmp_path: Path) -> None:
+    source = open_model(write_net(tmp_path, loops=2))
+    traced = trace(source)
+    prepared = prepare(plan_traced(traced, "fp8"), calibration=random_batches(source))
+    written = export_onnx(traced, prepared.weights, tmp_path)
+    file = File(tmp_path / "model.onnx")
+    made = Exported(
+        source,
+        source.load(),
+        prepared.weights,
+        written["layers"],
+        file,
+        [*random_batches(source, 1), *random_batches(source, 1, batch=1, sequence=5)],
+    )
+    graph = load_lowered(file.path)
+    assert weights_of(made, graph)["different"] == []
+    layers = layers_of(made, graph)
+    assert [layer["layer"] for layer in layers].count("blocks.0.q") == 2
+    assert all(layer["passed"] and not layer["flipped_codes"] for layer in layers)
+    file.edit("blocks.0.q_1.input_scale", lambda scale: scale * 1.3)
+    layers = layers_of(made, load_lowered(file.path))
+    verdicts = [layer["passed"] for layer in layers if layer["layer"] == "blocks.0.q"]
+    assert verdicts == [True, False], "the second use has the wrong scale, the first has not"
