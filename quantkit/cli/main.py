@@ -40,7 +40,7 @@ COMMANDS: tuple[Callable[..., None], ...] = (
     inspect,
 )
 
-DONE, ANSWER_IS_NO, NO_ANSWER, INTERRUPTED = 0, 1, 2, 130
+DONE, NO_ANSWER, INTERRUPTED = 0, 2, 130
 
 # click's UsageError; typer carries its own copy of click and has no public name for it.
 UsageError: type[Exception] = typer.BadParameter.__bases__[0]

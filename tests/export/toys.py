@@ -170,7 +170,7 @@ def _trace(module: nn.Module, inputs: Inputs, axes: Axes, dtype: torch.dtype, op
 
 @cache
 def _registry(opset_version: int) -> ONNXRegistry:
-    """The exporter parses the source of 500 functions every time, half the time of a small trace."""
+    """The exporter parses 500 functions every time, which is half the time of a small trace."""
     return FROM_TORCHLIB(opset_version)
 
 

@@ -156,7 +156,7 @@ def quantize_float_scaled_mx(
 ) -> ir.Value:
     """MXFP4 for TensorRT, which has no E8M0: the same powers of two in float32.
 
-    Exp2(floor(log2(q))) may be one binade off next to a power of two, because Log rounds; two
+    2 ** floor(log2(q)) may be one binade off next to a power of two, because Log rounds; two
     comparisons put it right, so the numbers are those of the standard dialect.
     """
     assert scale is None
