@@ -21,6 +21,7 @@ from quantkit.export.onnx.dialects import DIALECTS, get_dialect
 from quantkit.export.onnx.rewrite import LayerRow, quantize_graph
 from quantkit.export.onnx.save import MODEL_FILE, Progress, check, describe, save
 from quantkit.export.onnx.trace import to_onnx
+from quantkit.models.tensors import to_numpy
 from quantkit.models.trace import Traced
 from quantkit.recipes.layer import Scheme
 from quantkit.weights import Weights
@@ -90,7 +91,7 @@ def export_onnx(
 
     def read(name: str) -> NDArray[Any]:
         if name in traced.buffers:
-            return traced.buffers[name].numpy()
+            return to_numpy(traced.buffers[name])
         return traced.source.read_weight(name)
 
     model = to_onnx(
