@@ -176,7 +176,8 @@ def test_an_impossible_option_is_refused_before_the_weights_are_read(
     options: Mapping[str, Any],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(quantkit.export.run, "prepare", lambda *_, **__: pytest.fail("too late"))
+    for step in ("prepare", "atomic_folder"):
+        monkeypatch.setattr(quantkit.export.run, step, lambda *_, **__: pytest.fail("too late"))
     for given, recipe in ((model, "nvfp4"), (str(quantized), None)):
         with pytest.raises(QuantkitError, match=str(next(iter(options.values())))):
             export_model(given, tmp_path / "out", recipe=recipe, options=options)

@@ -170,6 +170,16 @@ def test_what_an_in_place_operator_writes_to_is_no_constant() -> None:
     check_identical(module, X, folded(module, X))
 
 
+def test_a_constant_that_is_only_an_output_is_left_alone() -> None:
+    class Only(nn.Module):
+        def forward(self, x: Tensor) -> dict[str, Tensor]:
+            return {"y": x + 1, "table": torch.arange(64.0).exp()}
+
+    program = folded(Only(), X)
+    check_identical(Only(), X, program)
+    assert not program.constants
+
+
 def test_dynamic_axes_stay_dynamic() -> None:
     class Positions(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
