@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from quantkit.algorithms import ALGORITHMS
-from quantkit.calibrate.data import load_batches
+from quantkit.calibrate.data import check_path, load_batches
 from quantkit.calibrate.observe import calibrate
 from quantkit.calibrate.stats import Stats
 from quantkit.calibrate.stream import borrowed_weights
@@ -162,7 +162,7 @@ def _check_algorithms(plan: Plan) -> None:
 def prepare(
     planned: Planned,
     *,
-    calibration: str | Iterable[Mapping[str, Tensor]] | None = None,
+    calibration: str | Path | Iterable[Mapping[str, Tensor]] | None = None,
     limit: int | None = None,
     device: str = "cpu",
     progress: Progress = silence,
@@ -174,6 +174,8 @@ def prepare(
     """
     traced, plan, source = planned.traced, planned.plan, planned.source
     check_device(device)
+    if isinstance(calibration, str | Path):
+        check_path(calibration)
     others = [name for name, _ in traced.module.named_parameters()]
     with progress("Reading weights") as advance:
         amax = measure(plan, source.read_weight, others=others, progress=advance)

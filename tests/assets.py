@@ -50,7 +50,7 @@ ASSETS = {"minilm": MINILM, "news": NEWS}
 
 
 def cache_folder() -> Path:
-    """Where assets are kept between runs: $QUANTKIT_ASSETS, else `.cache/assets` of the checkout."""
+    """Where assets are kept: $QUANTKIT_ASSETS, else `.cache/assets` of the checkout."""
     return Path(os.environ.get("QUANTKIT_ASSETS", ROOT / ".cache" / "assets"))
 
 

@@ -17,10 +17,27 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "quantkit"
 
 # A part may import what stands to its left, never what stands to its right.
-ORDER = (
-    "errors manifest numerics recipes models metrics calibrate algorithms weights simulate prepare "
-    "finetune interop export engines evaluate search report cli"
-).split()
+ORDER = [
+    "errors",
+    "manifest",
+    "numerics",
+    "recipes",
+    "models",
+    "metrics",
+    "calibrate",
+    "algorithms",
+    "weights",
+    "simulate",
+    "prepare",
+    "finetune",
+    "interop",
+    "export",
+    "engines",
+    "evaluate",
+    "search",
+    "report",
+    "cli",
+]
 MAX_LINES = 400
 MAX_HELP_SECONDS = 0.3
 TORCH_FREE = (

@@ -15,11 +15,11 @@ from quantkit.algorithms import ALGORITHMS, Algorithm
 from quantkit.algorithms.rounding import rounding
 from quantkit.calibrate.stats import Stats
 from quantkit.errors import QuantkitError
+from quantkit.metrics import flushed_to_zero
 from quantkit.numerics import kernels
 from quantkit.numerics.formats import FORMATS, get_format
 from quantkit.recipes.plan import Plan
 from quantkit.recipes.recipe import Decision, Layer, Scheme
-from quantkit.metrics import flushed_to_zero
 from quantkit.weights import Weights, measure
 
 RANDOM = np.random.default_rng(0)

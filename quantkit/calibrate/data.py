@@ -92,15 +92,24 @@ def load_batches(
         return _load_built_in(request)
     if not isinstance(spec, str | Path):
         return _load_given(request, spec)
-    path = Path(spec)
-    if not path.exists():
-        raise QuantkitError(f"calibration data {path} does not exist")
+    path = check_path(spec)
     if path.is_dir():
         return _load_image_folder(request, path)
     if path.suffix in _ARRAY_SUFFIXES:
         return _load_archive(request, path)
-    if path.suffix in _TEXT_SUFFIXES:
-        return _load_text_file(request, path)
+    return _load_text_file(request, path)
+
+
+def check_path(spec: str | Path) -> Path:
+    """The path of calibration data; cheap, so before long work.
+
+    Raises QuantkitError when there is nothing there, or nothing that can be data.
+    """
+    path = Path(spec)
+    if not path.exists():
+        raise QuantkitError(f"calibration data {path} does not exist")
+    if path.is_dir() or path.suffix in _TEXT_SUFFIXES | _ARRAY_SUFFIXES:
+        return path
     raise QuantkitError(
         f"calibration data {path} has an unknown suffix; known: a folder of images, "
         f"{', '.join(sorted(_TEXT_SUFFIXES | _ARRAY_SUFFIXES))}"

@@ -43,10 +43,11 @@ def verify(
     )
     content = result.to_json()
     write_json(folder / "verify.json", content)
-    layers, weights = content["layers"], content["weights"]
+    layers, weights, kept = content["layers"], content["weights"], content["kept"]
     plain, quantized = (result.worst(input_quantizers=each) for each in (False, True))
     lines = [
-        f"weights: {weights['identical']}/{weights['checked']} identical to the plan",
+        f"weights: {weights['identical']}/{weights['checked']} identical to the plan, "
+        f"{kept['identical']}/{kept['checked']} kept tensors to the model",
         f"layers fed identical inputs: {layers['passed']}/{layers['checked']} agree, worst "
         f"{layers['worst_relative_l2']:.1e}",
         f"outputs at {len(result.runs) // 2} shapes: worst relative L2 {plain['relative_l2']:.1e} "
@@ -86,7 +87,7 @@ def verify(
 def list_failures(content: Mapping[str, Any]) -> list[str]:
     """Which weights, layers and outputs failed, by name; nothing when none did."""
     failed = {
-        "weights": content["weights"]["different"],
+        "weights": content["weights"]["different"] + content["kept"]["different"],
         "layers": [row["layer"] for row in content["layers"]["rows"] if not row["passed"]],
         "outputs": [
             output["name"]

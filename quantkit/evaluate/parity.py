@@ -81,7 +81,7 @@ class LayerParity(TypedDict):
 
 
 class WeightParity(TypedDict):
-    """Weights read back from the file against the plan's, number for number."""
+    """Tensors read back from the file against what they should be, number for number."""
 
     checked: int
     identical: int
@@ -110,6 +110,27 @@ def compare_weights(
         advance(done, len(used))
     return WeightParity(
         checked=len(used), identical=len(used) - len(different), different=different
+    )
+
+
+def compare_kept(model: ir.Model, module: nn.Module, weights: Weights) -> WeightParity:
+    """Every parameter and buffer of the file that is not quantized, against the module's.
+
+    model: lowered. module: holds what the file should, in float32. A bias or a norm that is a
+    little wrong would stay below any tolerance on outputs.
+    """
+    quantized = {weights.layer(name).weight for name in weights}
+    tensors = dict(module.named_parameters(remove_duplicate=False)) | dict(module.named_buffers())
+    kept = {
+        name: value.const_value.numpy()
+        for name, value in model.graph.initializers.items()
+        if name in tensors and name not in quantized and value.const_value is not None
+    }
+    different = [
+        name for name, array in kept.items() if not np.array_equal(array, to_numpy(tensors[name]))
+    ]
+    return WeightParity(
+        checked=len(kept), identical=len(kept) - len(different), different=different
     )
 
 

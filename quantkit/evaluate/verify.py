@@ -22,6 +22,7 @@ from quantkit.evaluate.parity import (
     OutputParity,
     RunParity,
     WeightParity,
+    compare_kept,
     compare_layers,
     compare_runs,
     compare_weights,
@@ -41,11 +42,12 @@ WORST_LAYERS = 10
 class Verification:
     """The verdict on an export, and the price of quantization.
 
-    weights, layers, runs: the graph against the fake-quantized module (see `parity`). data: what
-    the cost was measured on. outputs, worst_layers: quantized against original (see `cost`).
+    weights, kept, layers, runs: the graph against the fake-quantized module (see `parity`).
+    data: what the cost was measured on. outputs, worst_layers: quantized against original (see `cost`).
     """
 
     weights: WeightParity
+    kept: WeightParity
     layers: Sequence[LayerParity]
     runs: Sequence[RunParity]
     data: Mapping[str, Any]
@@ -54,9 +56,10 @@ class Verification:
 
     @property
     def passed(self) -> bool:
-        """Weights identical, every layer and every output within its tolerance."""
+        """Every tensor identical, every layer and every output within its tolerance."""
         return (
-            self.weights["identical"] == self.weights["checked"]
+            not self.weights["different"]
+            and not self.kept["different"]
             and all(layer["passed"] for layer in self.layers)
             and all(output["passed"] for run in self.runs for output in run["outputs"])
         )
@@ -78,6 +81,7 @@ class Verification:
         return {
             "passed": self.passed,
             "weights": self.weights,
+            "kept": self.kept,
             "layers": {
                 "checked": len(self.layers),
                 "passed": sum(layer["passed"] for layer in self.layers),
@@ -131,6 +135,7 @@ def verify(
     # Rounded to what the file holds, then computed in float32 like the lowered graph: the two can
     # be held to float32's own accuracy whatever dtype an engine will compute in.
     module = source.load(dtype).float()
+    kept = compare_kept(graph, module, weights)
     batches, data = load_batches(
         _calibration_spec(manifest) if calibration is None else calibration,
         source,
@@ -147,7 +152,7 @@ def verify(
         outputs = measure_outputs(source, module, weights, batches, advance)
     with progress("Measuring layers") as advance:
         costs = measure_layers(source, module, weights, batches[0], advance)
-    return Verification(weight_parity, layers, runs, data, outputs, costs[:WORST_LAYERS])
+    return Verification(weight_parity, kept, layers, runs, data, outputs, costs[:WORST_LAYERS])
 
 
 def example_inputs(source: Source) -> list[Mapping[str, torch.Tensor]]:

@@ -17,12 +17,16 @@ from quantkit.models.quantized.quantkit import DATA, FILE, SCALE, TENSOR_SCALE, 
 from quantkit.models.trace import Traced
 from quantkit.models.writer import LazyTensor, write_checkpoint
 from quantkit.prepare import Advance
+from quantkit.recipes.plan import Plan
 from quantkit.weights import Weights
 
 
-def export_quantkit(
-    traced: Traced, weights: Weights, folder: Path, *, progress: Advance
-) -> dict[str, Any]:
+def begin_quantkit(traced: Traced, plan: Plan) -> Callable[..., dict[str, Any]]:
+    """Nothing to do before the weights are there; see `write_quantkit`."""
+    return write_quantkit
+
+
+def write_quantkit(weights: Weights, folder: Path, progress: Advance) -> dict[str, Any]:
     """Write `folder`/weights.safetensors: codes, scales and tensor scale of each planned layer.
 
     What stays in high precision is not copied; it is read from the model itself.

@@ -8,15 +8,14 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from inspect import signature
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
 from quantkit.errors import QuantkitError
-from quantkit.export.onnx import choose_opset, export_onnx
-from quantkit.export.quantkit import export_quantkit
+from quantkit.export.onnx import begin_onnx
+from quantkit.export.quantkit import begin_quantkit
 from quantkit.manifest import FILE as MANIFEST_FILE
 from quantkit.manifest import Manifest, atomic_folder, check_output
 from quantkit.models.profile import find_shape_ranges
@@ -33,16 +32,13 @@ from quantkit.prepare import (
     silence,
     write_stats,
 )
-from quantkit.recipes.plan import Plan
 
-TARGETS: dict[str, Callable[..., Mapping[str, Any]]] = {
-    "onnx": export_onnx,
-    "quantkit": export_quantkit,
+# A target begins with (traced, plan, **its options) and refuses there what it cannot write. What it
+# returns writes, given (weights, folder, progress), and returns the `export` entry of the manifest.
+TARGETS: dict[str, Callable[..., Callable[..., Mapping[str, Any]]]] = {
+    "onnx": begin_onnx,
+    "quantkit": begin_quantkit,
 }
-
-
-# What every target is given; the other parameters of its function are its options.
-_GIVEN = frozenset({"traced", "weights", "folder", "progress"})
 
 
 def export_model(
@@ -73,7 +69,8 @@ def export_model(
     Returns the manifest, which is also `output`/quantkit.json.
     Raises QuantkitError for anything the user can fix; nothing is left behind then.
     """
-    check_target(to, options or {})
+    if to not in TARGETS:
+        raise QuantkitError(f"unknown target {to!r}; known: {', '.join(sorted(TARGETS))}")
     out = Path(output)
     check_output(out, overwrite)
     path = None if isinstance(model, Source) else Path(model)
@@ -84,7 +81,8 @@ def export_model(
         check_choices(path, recipe or short or chosen, calibration)
         with progress("Reading the model"):
             prepared = reopen(path, original)
-        check_options(to, prepared.planned.plan, options or {})
+            traced, plan = prepared.planned.traced, prepared.planned.plan
+            finish = TARGETS[to](traced, plan, **(options or {}))
     else:
         if original is not None:
             raise QuantkitError(
@@ -92,19 +90,13 @@ def export_model(
             )
         with progress("Reading the model"):
             planned = plan_model(model, recipe=recipe, short=short, compute_dtype=compute_dtype)
-        check_options(to, planned.plan, options or {})
+            finish = TARGETS[to](planned.traced, planned.plan, **(options or {}))
         prepared = prepare(
             planned, calibration=calibration, limit=limit, device=device, progress=progress
         )
     with atomic_folder(out, overwrite) as folder:
         with progress("Writing") as advance:
-            written = TARGETS[to](
-                prepared.planned.traced,
-                prepared.weights,
-                folder,
-                progress=advance,
-                **(options or {}),
-            )
+            written = finish(prepared.weights, folder, advance)
         write_stats(prepared, folder)
         manifest = describe(prepared, written, command or sys.argv)
         manifest.write(folder)
@@ -114,18 +106,6 @@ def export_model(
 def is_quantized_folder(folder: Path) -> bool:
     """Whether this is a folder that `quantkit quantize` wrote."""
     return (folder / QUANTIZED_FILE).is_file() and (folder / MANIFEST_FILE).is_file()
-
-
-def check_target(to: str, options: Mapping[str, Any]) -> None:
-    """QuantkitError for a target that does not exist or an option that it does not take."""
-    if to not in TARGETS:
-        raise QuantkitError(f"unknown target {to!r}; known: {', '.join(sorted(TARGETS))}")
-    known = sorted(signature(TARGETS[to]).parameters.keys() - _GIVEN)
-    if strangers := sorted(options.keys() - known):
-        raise QuantkitError(
-            f"target {to} takes no option {', '.join(strangers)}; it takes: "
-            f"{', '.join(known) or 'none'}"
-        )
 
 
 def check_choices(folder: Path, *choices: object) -> None:
@@ -144,14 +124,6 @@ def check_apart(out: Path, model: Path) -> None:
         raise QuantkitError(
             f"output {out} holds the model {model}, which overwriting would remove; name another "
             "folder"
-        )
-
-
-def check_options(to: str, plan: Plan, options: Mapping[str, Any]) -> None:
-    """Refuse what the target would refuse in the end, before the long work."""
-    if to == "onnx":
-        choose_opset(
-            options.get("dialect", "tensorrt"), plan.schemes.values(), options.get("opset")
         )
 
 

@@ -98,7 +98,7 @@ def trace_program(
         plain[name]: dict.fromkeys(example.dynamic_shapes.get(name, {}), Dim.DYNAMIC)
         for name in inputs
     }
-    with _flat_forward(module, call, plain), _plain_attention(), _silent_export():
+    with torch.no_grad(), _flat_forward(module, call, plain), _plain_attention(), _silent_export():
         try:
             return torch.export.export(
                 module,

@@ -71,6 +71,11 @@ def verification_blocks(documents: Documents) -> Iterator[Block]:
             same or "", f"{same} identical"
         )
         facts.append(("Weights read back from the file", Cell(f"{checked:,.0f} checked, {shown}")))
+    kept = number(verify, "kept", "checked"), number(verify, "kept", "identical")
+    if kept[0] is not None and kept[1] is not None:
+        facts.append(
+            ("Kept tensors read back", Cell(f"{kept[0]:,.0f} checked, {kept[1]:,.0f} identical"))
+        )
     layers = get(verify, "layers")
     if isinstance(layers, dict):
         facts += [

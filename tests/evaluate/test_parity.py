@@ -18,6 +18,7 @@ from quantkit.evaluate.parity import (
     LayerParity,
     RunParity,
     WeightParity,
+    compare_kept,
     compare_layers,
     compare_runs,
     compare_weights,
@@ -111,6 +112,21 @@ def test_one_flipped_bit_of_one_weight_is_found_and_its_layer_named(
     parity = weights_of(made, load_lowered(file.path))
     assert parity["different"] == [DAMAGED]
     assert parity["identical"] == parity["checked"] - 1
+
+
+def test_one_flipped_bit_of_a_kept_tensor_is_found_though_no_output_shows_it(
+    exported: Get, tmp_path: Path
+) -> None:
+    made = exported("bert", "nvfp4")
+    untouched = compare_kept(load_lowered(made.file.path), made.module, made.weights)
+    assert untouched["different"] == []
+    named = {name for name, _ in made.module.named_parameters()}
+    quantized = {made.weights.layer(name).weight for name in made.weights}
+    assert untouched["checked"] >= len(named - quantized) - 2  # the pooler of a bare encoder
+    file = made.file.copy_to(tmp_path)
+    file.flip_bit("embeddings.LayerNorm.bias")
+    parity = compare_kept(load_lowered(file.path), made.module, made.weights)
+    assert parity["different"] == ["embeddings.LayerNorm.bias"]
 
 
 def test_a_changed_scale_of_a_weight_is_found(exported: Get, tmp_path: Path) -> None:

@@ -106,6 +106,7 @@ def test_damage_fails_the_check_that_is_meant_for_it(
     assert not result.passed
     assert result.to_json()["passed"] is False
     assert (result.weights["different"] != []) is (kind == "weights")
+    assert (result.kept["different"] == [name]) is (kind == "runs")
     layers = {layer["layer"] for layer in result.layers if not layer["passed"]}
     # A wrong weight gives wrong numbers too; a wrong norm does not reach the layers' own check.
     assert (

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from safetensors import safe_open
 
-from quantkit.export.quantkit import export_quantkit
+from quantkit.export.quantkit import write_quantkit
 from quantkit.models.source import open_model
 from quantkit.models.trace import Traced, trace
 from quantkit.numerics.qtensor import QTensor
@@ -40,7 +40,7 @@ def test_every_layer_is_there_as_the_library_reads_it(
     recipe: str, prepared: Callable[[str], Prepared], tmp_path: Path
 ) -> None:
     made = prepared(recipe)
-    written = export_quantkit(made.planned.traced, made.weights, tmp_path, progress=silent)
+    written = write_quantkit(made.weights, tmp_path, silent)
     path = tmp_path / "weights.safetensors"
     assert written["target"] == "quantkit"
     assert written["files"] == [{"name": path.name, "bytes": path.stat().st_size}]
@@ -74,5 +74,5 @@ def test_every_weight_is_quantized_once(
         return quantize(self, name)
 
     monkeypatch.setattr(Weights, "_quantize", counted)
-    export_quantkit(made.planned.traced, made.weights, tmp_path, progress=silent)
+    write_quantkit(made.weights, tmp_path, silent)
     assert loads == Counter(made.weights)

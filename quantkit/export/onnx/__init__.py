@@ -8,7 +8,7 @@ them one by one.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, TypedDict
 
@@ -24,6 +24,7 @@ from quantkit.export.onnx.trace import to_onnx
 from quantkit.models.tensors import to_numpy
 from quantkit.models.trace import Traced
 from quantkit.recipes.layer import Scheme
+from quantkit.recipes.plan import Plan
 from quantkit.weights import Weights
 
 __all__ = [
@@ -31,6 +32,7 @@ __all__ = [
     "MODEL_FILE",
     "Export",
     "LayerRow",
+    "begin_onnx",
     "export_onnx",
     "quantize_graph",
     "save",
@@ -68,26 +70,25 @@ class Export(TypedDict):
     outputs: list[Port]
 
 
-def export_onnx(
-    traced: Traced,
-    weights: Weights,
-    folder: Path,
-    *,
-    dialect: str = "tensorrt",
-    opset: int | None = None,
-    progress: Progress | None = None,
-) -> Export:
-    """Write `folder`/model.onnx and model.onnx.data.
+Finish = Callable[[Weights, Path, "Progress | None"], Export]
+"""Writes the folder, given the weights; called with (tensors written, tensors in all)."""
 
+
+def begin_onnx(
+    traced: Traced, plan: Plan, *, dialect: str = "tensorrt", opset: int | None = None
+) -> Finish:
+    """Make the float graph; what is returned quantizes it and writes model.onnx, model.onnx.data.
+
+    In two steps, because what cannot be exported should be known before hours of calibration.
     traced: the model in its compute dtype; inputs, outputs and dynamic axes keep dtypes and names.
-    weights: the planned layers; every other parameter is read from `traced.source`.
+    plan: the layers that will be quantized; every other parameter is read from `traced.source`.
     dialect: "tensorrt" or "standard" (see `dialects.py`). opset: by default the smallest that can
-    say all formats. progress: called with (tensors written, tensors in all).
-    Raises QuantkitError for an operator or layer that cannot be exported, an opset that cannot
-    hold the formats, and a full disk.
+    say all formats.
+    Raises QuantkitError for an operator that cannot be exported and an opset that cannot hold the
+    formats; the second step for a layer that cannot be quantized and a full disk.
     """
     spelled = get_dialect(dialect)
-    chosen = choose_opset(dialect, map(weights.scheme, weights), opset)
+    chosen = choose_opset(dialect, plan.schemes.values(), opset)
 
     def read(name: str) -> NDArray[Any]:
         if name in traced.buffers:
@@ -105,22 +106,39 @@ def export_onnx(
         },
         opset=chosen,
     )
-    rows = quantize_graph(model, weights, spelled)
-    describe(model, rows, quantkit.__version__)
-    path = save(model, folder, progress=progress)
-    check(path)
-    return Export(
-        target="onnx",
-        dialect=dialect,
-        opset=chosen,
-        files=[
-            File(name=file.name, bytes=file.stat().st_size)
-            for file in (path, path.with_name(path.name + ".data"))
-        ],
-        layers=rows,
-        inputs=[_port(value) for value in model.graph.inputs],
-        outputs=[_port(value) for value in model.graph.outputs],
-    )
+
+    def finish(weights: Weights, folder: Path, progress: Progress | None = None) -> Export:
+        rows = quantize_graph(model, weights, spelled)
+        describe(model, rows, quantkit.__version__)
+        path = save(model, folder, progress=progress)
+        check(path)
+        return Export(
+            target="onnx",
+            dialect=dialect,
+            opset=chosen,
+            files=[
+                File(name=file.name, bytes=file.stat().st_size)
+                for file in (path, path.with_name(path.name + ".data"))
+            ],
+            layers=rows,
+            inputs=[_port(value) for value in model.graph.inputs],
+            outputs=[_port(value) for value in model.graph.outputs],
+        )
+
+    return finish
+
+
+def export_onnx(
+    traced: Traced,
+    weights: Weights,
+    folder: Path,
+    *,
+    dialect: str = "tensorrt",
+    opset: int | None = None,
+    progress: Progress | None = None,
+) -> Export:
+    """Both steps of `begin_onnx` at once."""
+    return begin_onnx(traced, weights.plan, dialect=dialect, opset=opset)(weights, folder, progress)
 
 
 def choose_opset(dialect: str, schemes: Iterable[Scheme], asked: int | None = None) -> int:
