@@ -61,10 +61,11 @@ def _check_formats(graph: Graph, layer: QuantizedLayer) -> Check:
         yield "mixed-formats", f"the weight is {stored}, the input {given}"
     if stored == given == "fp8" and source.dynamic:
         yield "fp8-dynamic-scale", ""
-    elif (
-        stored == given == "fp8" and _has_channel_scales(weight) and _is_cut_and_moved(graph, layer)
-    ):
-        yield "fp8-channel-scales-cut", ""
+    elif stored == given and _is_cut_and_moved(graph, layer):
+        if stored == "fp8" and _has_channel_scales(weight):
+            yield "fp8-channel-scales-cut", ""
+        if stored == "nvfp4" and any(node.op_type == "Cast" for node in weight.path):
+            yield "nvfp4-cast-cut", ""
 
 
 def _has_channel_scales(operand: Operand) -> bool:

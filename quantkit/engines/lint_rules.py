@@ -224,6 +224,12 @@ RULES: dict[str, Rule] = {
             "TensorRT moves both in front of the matmul and computes it in high precision",
             "use one scale per tensor for fused projections, or store q, k and v as three weights",
         ),
+        Rule(
+            "nvfp4-cast-cut", "silent",
+            "the operands of an NVFP4 matmul are cast, and its product is cut and transposed: "
+            "TensorRT moves both in front of the matmul and computes it in high precision",
+            "cast the product instead of the operands",
+        ),
         # Convolutions in FP8.
         Rule(
             "fp8-conv-transpose", "rejected",

@@ -45,7 +45,6 @@ from quantkit.weights import Weights
 TOLERANCE = 1e-5
 # Layers whose inputs and outputs are fetched in one run; bounds memory.
 LAYERS_AT_ONCE = 64
-NOISE_RUNS = 3
 
 
 class OutputParity(TypedDict):
@@ -69,13 +68,13 @@ class RunParity(TypedDict):
 class LayerParity(TypedDict):
     """One use of a quantized layer, fed the graph's own input, over all runs.
 
-    relative_l2: of its output, the worst run's. flipped_codes: input elements that the graph's and
-    the module's own inputs quantize to different values, of `codes` in all.
+    relative_l2: of its output, the worst run's. flipped_codes: per run, the input elements that the
+    graph's and the module's own inputs quantize to different values; of `codes` in all runs.
     """
 
     layer: str
     relative_l2: float
-    flipped_codes: int
+    flipped_codes: list[int]
     codes: int
     passed: bool
 
@@ -159,33 +158,37 @@ def compare_runs(
     module: nn.Module,
     weights: Weights,
     batches: Batches,
+    flipped: Sequence[int],
     advance: Advance,
 ) -> list[RunParity]:
     """Outputs of graph and module on the same inputs, without and with quantized inputs.
 
     model: lowered; its input quantizers are taken out here. rows: the `export.layers` of the
-    manifest. Without input quantizers nothing can flip, and TOLERANCE holds. With them an output
-    passes within TOLERANCE, or within twice the `rounding_noise` of the module: one activation
-    next to a rounding tie flips a code, and flips multiply from layer to layer in any two correct
-    programs. `compare_layers` proves the quantizers themselves.
+    manifest. flipped: per batch, how many input codes differ (`compare_layers`).
+    Without input quantizers nothing can flip, and TOLERANCE holds; so it does where nothing did.
+    One activation next to a rounding tie flips a code, and flips multiply from layer to layer in
+    any two correct programs, up to what rounding the inputs does at all: that is the tolerance
+    where codes flipped, and `compare_layers` proves the quantizers themselves.
     Raises QuantkitError, naming the output, when a shape differs.
     """
     quantized = run_graph(model, batches)
     floating = run_graph(bypass_input_quantizers(model, rows), batches)
-    steps = 2 * len(batches)
-    plain: list[RunParity] = []
-    with torch.inference_mode(), fake_quantized(module, weights, inputs=False):
-        for inputs, actual in zip(batches, floating, strict=True):
-            plain.append(_compare(inputs, actual, _arrays(source.call(module, inputs)), None))
-            advance(len(plain), steps)
+
+    def expect(*, inputs: bool) -> list[Arrays]:
+        with torch.inference_mode(), fake_quantized(module, weights, inputs=inputs):
+            return [_arrays(source.call(module, batch)) for batch in batches]
+
+    plain = expect(inputs=False)
+    advance(1, 2)
+    rounded = expect(inputs=True)
+    advance(2, 2)
     runs: list[RunParity] = []
-    with torch.inference_mode(), fake_quantized(module, weights):
-        for inputs, actual, run in zip(batches, quantized, plain, strict=True):
-            expected = _arrays(source.call(module, inputs))
-            level = max(output["relative_l2"] for output in run["outputs"])
-            noise = rounding_noise(source, module, weights, inputs, expected, level)
-            runs += [run, _compare(inputs, actual, expected, noise)]
-            advance(len(plain) + len(runs) // 2, steps)
+    for index, batch in enumerate(batches):
+        rounding = {name: relative_l2(plain[index][name], y) for name, y in rounded[index].items()}
+        runs += [
+            _compare(batch, floating[index], plain[index], None),
+            _compare(batch, quantized[index], rounded[index], rounding if flipped[index] else {}),
+        ]
     return runs
 
 
@@ -193,8 +196,9 @@ def _compare(
     inputs: Mapping[str, Tensor],
     actual: Arrays,
     expected: Arrays,
-    noise: Mapping[str, float] | None,
+    rounding: Mapping[str, float] | None,
 ) -> RunParity:
+    """rounding: what flipped codes may do to each output; None for a run without quantizers."""
     if len(actual) != len(expected):
         raise QuantkitError(
             f"the exported graph has outputs {', '.join(actual)}, the model {', '.join(expected)}"
@@ -208,7 +212,7 @@ def _compare(
                 f"{reference.shape}; the example shapes were baked in"
             )
         difference = relative_l2(result, reference)
-        tolerance = TOLERANCE if noise is None else max(TOLERANCE, 2 * noise[name])
+        tolerance = max(TOLERANCE, (rounding or {}).get(name, 0.0))
         outputs.append(
             OutputParity(
                 name=name,
@@ -219,41 +223,7 @@ def _compare(
             )
         )
     shapes = {name: list(value.shape) for name, value in inputs.items()}
-    return RunParity(shapes=shapes, input_quantizers=noise is not None, outputs=outputs)
-
-
-def rounding_noise(
-    source: Source,
-    module: nn.Module,
-    weights: Weights,
-    inputs: Mapping[str, Tensor],
-    expected: Arrays,
-    level: float,
-) -> dict[str, float]:
-    """How far a module within `fake_quantized` moves when its float32 arithmetic is disturbed.
-
-    level: relative size of the disturbance of every quantized input; that by which the two float
-    programs were seen to differ. Per output the largest of NOISE_RUNS runs, and of a run on
-    another number of threads. 0 where no input is quantized: then nothing can flip.
-    """
-    names = [name for name in weights if weights.scheme(name).input is not None]
-    if not names:
-        return dict.fromkeys(expected, 0.0)
-    generator = torch.Generator().manual_seed(0)
-
-    def disturb(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        x = first_argument(args, kwargs)
-        x = x + torch.randn(x.shape, generator=generator) * (level * x.square().mean().sqrt())
-        return ((x, *args[1:]), kwargs) if args else (args, {**kwargs, next(iter(kwargs)): x})
-
-    with other_threads():
-        others = [_arrays(source.call(module, inputs))]
-    with _hooked(module, dict.fromkeys(names, disturb)):
-        others += [_arrays(source.call(module, inputs)) for _ in range(NOISE_RUNS)]
-    return {
-        name: max(relative_l2(other[name], reference) for other in others)
-        for name, reference in expected.items()
-    }
+    return RunParity(shapes=shapes, input_quantizers=rounding is not None, outputs=outputs)
 
 
 @contextmanager
@@ -266,17 +236,6 @@ def _hooked(module: nn.Module, hooks: Mapping[str, Callable[..., Any]]) -> Itera
             )
             undo.callback(handle.remove)
         yield
-
-
-@contextmanager
-def other_threads() -> Iterator[None]:
-    """Run torch's operators on one thread instead of several, or on two instead of one."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1 if threads > 1 else 2)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
 
 
 def _arrays(outputs: Mapping[str, Tensor]) -> Arrays:
@@ -324,7 +283,7 @@ def _worst(runs: Sequence[LayerParity]) -> LayerParity:
     return LayerParity(
         layer=runs[0]["layer"],
         relative_l2=max(run["relative_l2"] for run in runs),
-        flipped_codes=sum(run["flipped_codes"] for run in runs),
+        flipped_codes=[count for run in runs for count in run["flipped_codes"]],
         codes=sum(run["codes"] for run in runs),
         passed=all(run["passed"] for run in runs),
     )
@@ -370,7 +329,7 @@ def _compare_layer(
     return LayerParity(
         layer=layer,
         relative_l2=difference,
-        flipped_codes=flipped,
+        flipped_codes=[flipped],
         codes=x.numel(),
         passed=difference <= TOLERANCE,
     )

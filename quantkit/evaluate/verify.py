@@ -43,7 +43,8 @@ class Verification:
     """The verdict on an export, and the price of quantization.
 
     weights, kept, layers, runs: the graph against the fake-quantized module (see `parity`).
-    data: what the cost was measured on. outputs, worst_layers: quantized against original (see `cost`).
+    data: what the cost was measured on. outputs, worst_layers: quantized against original (see
+    `cost`).
     """
 
     weights: WeightParity
@@ -88,7 +89,7 @@ class Verification:
                 "worst_relative_l2": max(
                     (layer["relative_l2"] for layer in self.layers), default=0.0
                 ),
-                "flipped_codes": sum(layer["flipped_codes"] for layer in self.layers),
+                "flipped_codes": sum(sum(layer["flipped_codes"]) for layer in self.layers),
                 "codes": sum(layer["codes"] for layer in self.layers),
                 "rows": list(self.layers),
             },
@@ -147,7 +148,8 @@ def verify(
     with progress("Comparing layers") as advance:
         layers = compare_layers(source, graph, rows, module, weights, tried, advance)
     with progress("Comparing outputs") as advance:
-        runs = compare_runs(source, graph, rows, module, weights, tried, advance)
+        flipped = [sum(row["flipped_codes"][run] for row in layers) for run in range(len(tried))]
+        runs = compare_runs(source, graph, rows, module, weights, tried, flipped, advance)
     with progress("Measuring the cost") as advance:
         outputs = measure_outputs(source, module, weights, batches, advance)
     with progress("Measuring layers") as advance:

@@ -48,8 +48,8 @@ def verification_blocks(documents: Documents) -> Iterator[Block]:
             "The exported graph, lowered to operators that ONNX Runtime has and run on the CPU, "
             "against the fake-quantized PyTorch model. With float inputs nothing can flip, and the "
             "two must agree to float32 accuracy. With quantized inputs a value next to a rounding "
-            "tie may take another code, and flips multiply from layer to layer; the tolerance is "
-            "twice what so small a disturbance does to the PyTorch model itself."
+            "tie may take another code, and flips multiply from layer to layer; where codes "
+            "flipped, the tolerance is what rounding the inputs does to the output at all."
         )
         yield Table(
             "Graph against model",

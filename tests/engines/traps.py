@@ -195,17 +195,22 @@ def computed_axes() -> ModelProto:
     return g.model(shape=["rows", K])
 
 
-def fused_projection() -> ModelProto:
-    """q, k and v in one FP8 weight with one scale per channel, cut and brought into heads."""
+def fp8_by_channel(g: Sketch) -> tuple[str, str]:
+    return g.fp8_input("x"), g.fp8_weight((K, 192), 1)
+
+
+def nvfp4_with_casts(g: Sketch) -> tuple[str, str]:
+    g.scale_dtype = FLOAT
+    operands = g.nvfp4_input("x"), g.nvfp4_weight((K, 192))
+    return g.node("Cast", operands[0], to=BF16), g.node("Cast", operands[1], to=BF16)
+
+
+def fused_projection(operands: Callable[[Sketch], tuple[str, str]]) -> ModelProto:
+    """q, k and v in one weight, cut and brought into heads."""
     g = Sketch()
-    product = g.node("MatMul", g.fp8_input("x"), g.fp8_weight((K, 192), 1), name="mm")
-    g.node(
-        "Split",
-        g.node("Reshape", product, g.integers([2, -1, 192])),
-        axis=2,
-        num_outputs=3,
-        outputs=3,
-    )
+    product = g.node("MatMul", *operands(g), name="mm")
+    whole = g.node("Reshape", product, g.integers([2, -1, 192]))
+    g.node("Split", whole, axis=2, num_outputs=3, outputs=3)
     q, k, v = (
         g.node("Transpose", g.node("Reshape", part, g.integers([2, -1, 4, 16])), perm=[0, 2, 1, 3])
         for part in list(g.nodes[-1].output)
@@ -377,7 +382,8 @@ CASES: list[tuple[str, Callable[[], ModelProto], Refused | Runs]] = [
     ("mx-emulated", lambda: linear(plain, mxfp8_weight), IN_BF16),
     ("mx-emulated", lambda: linear(plain, lambda g: g.float_scaled_weight(FP4, 32)), IN_BF16),
     ("fp8-dynamic-scale", lambda: linear(lambda g: g.fp8_dynamic_input("x"), fp8_weight), IN_BF16),
-    ("fp8-channel-scales-cut", fused_projection, IN_BF16),
+    ("fp8-channel-scales-cut", lambda: fused_projection(fp8_by_channel), IN_BF16),
+    ("nvfp4-cast-cut", lambda: fused_projection(nvfp4_with_casts), IN_BF16),
     (
         "fp8-conv-transpose",
         lambda: convolution(lambda g, s: g.fp8_weight(s), op="ConvTranspose"),

@@ -37,6 +37,21 @@ class Attention(nn.Module):
         return self.out(mixed.transpose(1, 2).reshape(batch, tokens, -1))
 
 
+class FusedHeads(nn.Module):
+    """q, k and v in one weight, whose product is cut along N and brought into heads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(64, 192)
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, tokens, _ = x.shape
+        q, k, v = (
+            part.view(batch, tokens, 4, 16).transpose(1, 2) for part in self.qkv(x).split(64, -1)
+        )
+        return q * k + v
+
+
 class Single(nn.Module):
     """One Linear and nothing else; the rank of the input decides the operator."""
 
@@ -139,3 +154,4 @@ class Mixed(nn.Module):
 # Shared by the tests, which trace each of them once.
 MLP, ATTENTION, SINGLE, TRANSPOSED = Mlp(), Attention(), Single(), Transposed()
 SHARED, TIED, TIED_HEAD, FLATTENED, MIXED = Shared(), Tied(), TiedHead(), Flattened(), Mixed()
+FUSED_HEADS = FusedHeads()

@@ -102,7 +102,7 @@ def cast_unsupported(model: ir.Model) -> None:
             formal = schema.outputs[min(index, len(schema.outputs) - 1)]
             if value.dtype != BFLOAT16 or formal.type_str not in refusing:
                 continue
-            value.dtype = FLOAT
+            value.type = ir.TensorType(FLOAT)
             narrowed = _cast(value, BFLOAT16)
             model.graph.insert_after(node, narrowed)
             result = narrowed.outputs[0]

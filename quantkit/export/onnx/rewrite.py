@@ -19,6 +19,7 @@ import onnx_ir.passes.common as common
 from quantkit.errors import QuantkitError
 from quantkit.export.onnx.dialects import Dialect
 from quantkit.export.onnx.emit import Emitter, shape_of
+from quantkit.export.onnx.product import is_cut_and_moved, widen_product
 from quantkit.export.onnx.stored import StoredWeight
 from quantkit.recipes.recipe import Layer
 from quantkit.weights import Weights
@@ -130,7 +131,9 @@ class _Edit:
     done: list[_Use] = field(default_factory=list)
     _uses: dict[str, int] = field(default_factory=dict)
     _written: dict[tuple[ir.Value, ir.DataType], ir.Value] = field(default_factory=dict)
-    _inputs: dict[tuple[ir.Value, str, float | None], ir.Value] = field(default_factory=dict)
+    _inputs: dict[tuple[ir.Value, str, float | None, ir.DataType], ir.Value] = field(
+        default_factory=dict
+    )
 
     def visit(self, node: ir.Node) -> None:
         """Quantize `node` if it multiplies with a planned weight."""
@@ -147,6 +150,8 @@ class _Edit:
         emit = Emitter(self.graph, node, node.name)
         x = node.inputs[0]
         assert x is not None
+        if self.weights.scheme(layer.name).input is not None and is_cut_and_moved(node):
+            widen_product(self.graph, node)
         self._replace_weight(node, layer, operand, emit)
         output = self._replace_input(node, layer, x, emit)
         self.done.append(_Use(layer, node, x, output))
@@ -183,7 +188,7 @@ class _Edit:
     def _replace_weight(
         self, node: ir.Node, layer: Layer, operand: _Operand, emit: Emitter
     ) -> None:
-        dtype = _dtype(node.inputs[1])
+        dtype = _dtype(node.outputs[0])
         key = (operand.source, dtype)
         if key not in self._written:
             fmt = self.weights.scheme(layer.name).weight
@@ -206,11 +211,12 @@ class _Edit:
             return node.outputs[0]
         rank = len(shape_of(x))
         scale = self.weights.input_scale(layer.name)
-        key = (x, fmt.name, None if scale is None else float(scale))
+        dtype = _dtype(node.outputs[0])
+        key = (x, fmt.name, None if scale is None else float(scale), dtype)
         if key not in self._inputs:
             source = x if fmt.block[1] is None else _blockable(emit, x, layer.shape[1])
             write = self.dialect.inputs[fmt.name]
-            self._inputs[key] = write(emit, source, fmt, scale, _dtype(x))
+            self._inputs[key] = write(emit, source, fmt, scale, dtype)
         quantized = self._inputs[key]
         node.replace_input_with(0, quantized)
         if len(shape_of(quantized)) == rank:

@@ -17,7 +17,17 @@ from quantkit.engines.audit import Audit, audit
 from quantkit.engines.build import build
 from quantkit.engines.shapes import parse_shapes
 from quantkit.errors import QuantkitError
-from tests.export.modules import ATTENTION, FLATTENED, MIXED, MLP, SHARED, SINGLE, TIED, TRANSPOSED
+from tests.export.modules import (
+    ATTENTION,
+    FLATTENED,
+    FUSED_HEADS,
+    MIXED,
+    MLP,
+    SHARED,
+    SINGLE,
+    TIED,
+    TRANSPOSED,
+)
 from tests.export.toys import Toy, make_toy
 
 X2 = {"x": torch.randn(6, 64)}
@@ -126,3 +136,15 @@ def test_a_width_hidden_by_a_reshape_builds_only_when_pinned(pinned: bool, tmp_p
     toy.graph.graph.remove(pin, safe=True)
     with pytest.raises(QuantkitError, match=r"attention\.output\.dense"):
         build(toy.save(tmp_path), shapes=[profile])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("scheme", ["nvfp4", "fp8-tensor"])
+def test_fused_projections_run_in_low_precision(
+    scheme: str, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    """With both operands cast to half precision, TensorRT would compute this in half precision."""
+    axes, shape = BATCH_TOKENS
+    toy = make_toy(FUSED_HEADS, X3, scheme, axes=axes, dtype=dtype)
+    verdict = audited(toy, tmp_path, shape)
+    assert [layer.status for layer in verdict.layers] == ["ok"], verdict.layers
