@@ -14,7 +14,7 @@ import math
 import os
 import platform
 import shutil
-import tempfile
+import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields
@@ -237,10 +237,11 @@ def atomic_folder(out: Path, overwrite: bool = False) -> Iterator[Path]:
     check_output(out, overwrite)
     with _full_disk(out), _refused(out):
         out.parent.mkdir(parents=True, exist_ok=True)
-        work = Path(tempfile.mkdtemp(prefix=f".{out.name}.part-", dir=out.parent))
+    # Named before it is made: an interrupt right after mkdir must find it to remove it.
+    work = out.with_name(f".{out.name}.part-{uuid.uuid4().hex[:8]}")
     try:
-        # mkdtemp makes private folders; an output is an ordinary one.
-        work.chmod(0o777 & ~_umask())
+        with _full_disk(out), _refused(out):
+            work.mkdir()
         with _full_disk(out):
             yield work
         _move_into_place(work, out, overwrite)
@@ -290,9 +291,3 @@ def _refused(out: Path) -> Iterator[None]:
 
 def _existing(path: Path) -> Path:
     return next(parent for parent in (path, *path.parents) if parent.exists())
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
