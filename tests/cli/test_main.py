@@ -23,7 +23,7 @@ from torch import manual_seed, nn, randn
 
 def make():
     manual_seed(0)
-    layers = nn.Sequential(*(nn.Linear(2048, 2048) for _ in range(24)))
+    layers = nn.Sequential(*(nn.Linear(2048, 2048) for _ in range(10)))
     return layers, {"input": randn(2, 2048)}
 """
 WEIGHT_ONLY = """
