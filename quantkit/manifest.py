@@ -28,6 +28,7 @@ from quantkit.errors import QuantkitError
 
 FILE = "quantkit.json"
 SCHEMA = 1
+MODEL_FILES = ("model.onnx", "model.onnx.data")
 
 # What a reader needs to turn stored bytes into numbers. One place, copied into every manifest.
 CONVENTIONS = {
@@ -143,6 +144,15 @@ def content_key(*parts: Path | bytes | str) -> str:
         else:
             _frame(digest, b"data", part.encode() if isinstance(part, str) else part)
     return digest.hexdigest()
+
+
+def model_key(folder: Path) -> str | None:
+    """Content key of the exported model in `folder`; None when there is none.
+
+    Verification records it, so that a report never credits a model with the proof of another.
+    """
+    files = [file for name in MODEL_FILES if (file := folder / name).is_file()]
+    return content_key(*files) if files else None
 
 
 def _files(path: Path) -> list[tuple[str, Path]]:

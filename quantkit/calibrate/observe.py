@@ -289,6 +289,13 @@ def _summarise(layers: Sequence[Layer], seen: Mapping[str, _Seen], batches: int)
         for side, amax in (("input", values.input_amax), ("output", values.output_amax))
         if amax > FLOAT16_MAX
     ]
+    dead = [name for name, values in seen.items() if values.batches and not values.input_amax]
+    if dead:
+        listed = ", ".join(dead[:5]) + (", ..." if len(dead) > 5 else "")
+        warnings.append(
+            f"the input of {len(dead)} layers was zero in all of the calibration data ({listed}), "
+            "so their range is unknown; calibrate on real data"
+        )
     if uncalibrated:
         listed = ", ".join(uncalibrated[:5]) + (", ..." if len(uncalibrated) > 5 else "")
         warnings.append(

@@ -36,12 +36,12 @@ def verify(
     console = Console(json=json, verbosity=verbose - quiet)
     folder = find_folder(folder)
     from quantkit.evaluate.verify import verify as run
-    from quantkit.manifest import write_json
+    from quantkit.manifest import model_key, write_json
 
     result = run(
         folder, model=model, calibration=calibration, limit=limit, progress=console.progress
     )
-    content = result.to_json()
+    content = result.to_json() | {"content_key": model_key(folder)}
     write_json(folder / "verify.json", content)
     layers, weights, kept = content["layers"], content["weights"], content["kept"]
     plain, quantized = (result.worst(input_quantizers=each) for each in (False, True))

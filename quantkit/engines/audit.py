@@ -123,12 +123,13 @@ class Audit:
         }
 
 
-def audit(engine: Path, onnx: Path) -> Audit:
+def audit(engine: Path | str, onnx: Path | str) -> Audit:
     """Compare the layers that `onnx` asks for with the kernels of `engine`, which was built of it.
 
     Needs no GPU and no TensorRT. Raises QuantkitError for a file that is missing or damaged, and
     when the ONNX file asks for no low-precision layer at all.
     """
+    engine, onnx = Path(engine), Path(onnx)
     asked = load_graph(onnx).asked
     if not asked:
         raise QuantkitError(

@@ -107,7 +107,7 @@ def trace_program(
                 dynamic_shapes=shapes,
                 strict=False,
             )
-        except (RuntimeError, TypeError, ValueError) as error:
+        except (AttributeError, RuntimeError, TypeError, ValueError) as error:
             # Whatever the model's own code raises for these inputs, and torch.export's own errors.
             raise _explain(error, type(module).__name__, example, plain) from error
 

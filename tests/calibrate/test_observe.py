@@ -213,3 +213,11 @@ def test_the_fused_inference_path_of_torch_does_not_hide_layers() -> None:
     result = run(module, {"src": torch.randn(2, 5, 16)})
     assert result.uncalibrated == ()
     assert set(result.stats) == {"linear1", "linear2"}
+
+
+def test_an_input_that_was_always_zero_is_pointed_out() -> None:
+    """Its range would be a guess, and the figures measured on the same data would look fine."""
+    module = nn.Sequential(nn.Linear(4, 4))
+    seen = run(module, {"input": torch.zeros(2, 4)})
+    assert any("was zero in all of the calibration data (0)" in line for line in seen.warnings)
+    assert not run(module, {"input": torch.ones(2, 4)}).warnings

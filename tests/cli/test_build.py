@@ -69,7 +69,8 @@ def test_the_engine_of_another_model_is_exit_1(
     assert result.code == 1
     assert result.out.count(" missing\n") == 2
     assert "10/12 layers run as asked (2 missing)" in result.out
-    assert json.loads((other / "audit.json").read_text())["passed"] is False
+    # The audit of an engine from elsewhere is not that of the engine built here.
+    assert json.loads((other / "audit.json").read_text())["passed"] is True
 
 
 @pytest.mark.parametrize(

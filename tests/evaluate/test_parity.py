@@ -11,12 +11,14 @@ import pytest
 import torch
 
 from quantkit.errors import QuantkitError
+from quantkit.evaluate.cost import real_positions
 from quantkit.evaluate.exported import load_lowered
 from quantkit.evaluate.parity import (
     TOLERANCE,
     LayerParity,
     RunParity,
     WeightParity,
+    _compare,
     compare_kept,
     compare_layers,
     compare_runs,
@@ -248,7 +250,8 @@ def test_flips_are_allowed_what_rounding_the_inputs_does_and_no_more(exported: G
             rounded = made.source.call(made.module, inputs)
     runs = runs_of(made, graph, flipped=1)
     for name, output in zip(rounded, runs[1]["outputs"], strict=True):
-        step = (floating[name] - rounded[name]).norm() / rounded[name].norm()
+        before, after = (real_positions(y[name], inputs) for y in (floating, rounded))
+        step = (before - after).norm() / after.norm()
         assert output["tolerance"] == pytest.approx(float(step), rel=1e-5)
         assert 1e-3 < output["tolerance"] < 0.5
     assert all(output["tolerance"] == TOLERANCE for output in runs[0]["outputs"])
@@ -280,3 +283,16 @@ def test_a_layer_that_runs_twice_is_compared_at_each_use(tmp_path: Path) -> None
         verdicts = [layer["passed"] for layer in layers if layer["layer"] == "blocks.0.q"]
         # On zeros the first use is right whatever its scale; one wrong run is enough to fail.
         assert verdicts == [use != 0, use != 1]
+
+
+def test_padding_is_not_compared() -> None:
+    """What a row without anything to attend to gives is undefined (sliding windows)."""
+    mask = torch.tensor([[1, 1, 0], [1, 0, 0]])
+    reference = np.ones((2, 3, 4), np.float32)
+    actual = reference.copy()
+    actual[0, 2], actual[1, 1:] = 7, np.nan
+    run = _compare({"attention_mask": mask}, {"y": actual}, {"y": reference}, None)
+    assert run["outputs"][0]["relative_l2"] == 0
+    actual[1, 0] = 2
+    run = _compare({"attention_mask": mask}, {"y": actual}, {"y": reference}, None)
+    assert not run["outputs"][0]["passed"]

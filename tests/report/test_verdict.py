@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import pytest
 
+from quantkit.manifest import model_key, write_json
 from quantkit.report.documents import read_documents
 from quantkit.report.verdict import realised, verdict
 
@@ -206,3 +207,21 @@ def test_an_audit_of_another_engine_than_the_last_build_is_named(artefact, made)
         "The audit is of model.sm120.engine, the last build made out/model.sm100.engine: "
         "audit again."
     )
+
+
+def test_a_proof_of_another_model_is_no_proof(artefact, made):
+    """The model was exported again, or changed, after it was verified."""
+    verify = made["verify"]() | {"content_key": "of the model as it was verified"}
+    folder = artefact(verify=verify)
+    (folder / "model.onnx").write_bytes(b"another model")
+    found = verdict(read_documents(folder))
+    assert found.tone == "bad"
+    assert found.headline.startswith("The model changed after it was verified")
+    assert not any("Verified:" in line for line in all_lines(found))
+
+
+def test_a_proof_of_this_model_counts(artefact, made):
+    folder = artefact()
+    (folder / "model.onnx").write_bytes(b"this model")
+    write_json(folder / "verify.json", made["verify"]() | {"content_key": model_key(folder)})
+    assert any("Verified:" in line for line in all_lines(verdict(read_documents(folder))))
