@@ -46,11 +46,12 @@ def verification_blocks(documents: Documents) -> Iterator[Block]:
     if rows:
         yield Note(
             "The exported graph, lowered to operators that ONNX Runtime has and run on the CPU, "
-            "against the fake-quantized PyTorch model, both in float32: rounding of a half-precision "
-            "engine between its layers is not part of it. With float inputs nothing can flip, and the "
-            "two must agree to float32 accuracy. With quantized inputs a value next to a rounding "
-            "tie may take another code, and flips multiply from layer to layer; where codes "
-            "flipped, the tolerance is what rounding the inputs does to the output at all."
+            "against the fake-quantized PyTorch model, both in float32: what a half-precision "
+            "engine rounds between its layers is not part of it. With float inputs nothing can "
+            "flip, and the two must agree to float32 accuracy. With quantized inputs a value next "
+            "to a rounding tie may take another code, and flips multiply from layer to layer; "
+            "where codes flipped, the tolerance is what rounding the inputs does to the output at "
+            "all."
         )
         yield Table(
             "Graph against model",

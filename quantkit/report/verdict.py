@@ -168,7 +168,8 @@ def _verification(documents: Documents) -> Iterator[Note]:
     elif passed:
         yield Note(
             f"Verified: the exported graph computes what the fake-quantized model does, to "
-            f"{largest} relative L2 over {shapes}{_layers_agree(verify)}{_flips(verify, compared)}.",
+            f"{largest} relative L2 over {shapes}{_layers_agree(verify)}"
+            f"{_flips(verify, compared)}.",
             "good",
         )
     else:
