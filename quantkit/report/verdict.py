@@ -206,8 +206,8 @@ def _flips(verify: Json, compared: list[tuple[Json, Json]]) -> str:
         return ""
     largest = error(worst([number(output, "relative_l2") for output in quantized]))
     return (
-        f"; with quantized inputs, where {flipped / codes:.2%} of the codes lay at a rounding tie "
-        f"and flipped, to {largest}"
+        f"; with quantized inputs, where {flipped / codes:.2%} of the codes differ (values at "
+        f"rounding ties and what follows from them), to {largest}"
     )
 
 
