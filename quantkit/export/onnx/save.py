@@ -73,7 +73,11 @@ def save(model: ir.Model, folder: Path, *, progress: Progress | None = None) -> 
             value.const_value = tensor
         ir.save(model, path)
     except OSError as error:
-        raise QuantkitError(f"cannot write {path}: {error.strerror or error}") from error
+        # numpy reports a short write without an errno ("4096 requested and 0 written").
+        reason = error.strerror or f"the disk is full, or the file may not grow ({error})"
+        raise QuantkitError(
+            f"cannot write {path}: {reason}; free space or choose another output"
+        ) from error
     finally:
         for value, original in zip(values, tensors, strict=True):
             value.const_value = original

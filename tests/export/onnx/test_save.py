@@ -172,3 +172,14 @@ def test_a_model_beyond_two_gibibytes_is_no_special_case(tmp_path: Path) -> None
     data = sum(v.const_value.nbytes for v in toy.graph.graph.initializers.values() if v.const_value)
     assert path.stat().st_size < 20_000 < data
     assert np.isclose((tmp_path / DATA_FILE).stat().st_size, data, atol=1024)
+
+
+def test_a_short_write_is_said_to_be_a_full_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def short(*_: object) -> None:
+        raise OSError("4096 requested and 0 written")
+
+    monkeypatch.setattr(ir.external_data, "convert_tensors_to_external", short)
+    with pytest.raises(QuantkitError, match=r"the disk is full.*; free space"):
+        make_toy(MLP, X, "nvfp4").quantize().save(tmp_path)
