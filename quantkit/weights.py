@@ -35,7 +35,6 @@ Progress = Callable[[int, int], None]
 
 # Share of a layer's nonzero weights that may vanish before the user is told.
 FLUSHED_LIMIT = 0.01
-# Elements looked at together when zeros are counted; bounds the masks.
 
 
 def measure(
