@@ -11,8 +11,10 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeGuard
 
@@ -76,24 +78,37 @@ class Checkpoint:
         self.infos: Mapping[str, TensorInfo] = read_infos(path)
         self.files: tuple[Path, ...] = tuple(sorted({i.file for i in self.infos.values()}))
 
-    def read(self, name: str) -> NDArray[Any]:
-        """One tensor, in the dtype it is stored in (bfloat16 and float8 as ml_dtypes)."""
+    def __contains__(self, name: object) -> bool:
+        return name in self.infos
+
+    def info(self, name: str) -> TensorInfo:
+        """What the header says of a tensor; QuantkitError when there is none of that name."""
         if name not in self.infos:
             raise QuantkitError(f"{self.path} has no tensor {name!r}.")
-        info = self.infos[name]
+        return self.infos[name]
+
+    def read(self, name: str) -> NDArray[Any]:
+        """One tensor, in the dtype it is stored in (bfloat16 and float8 as ml_dtypes)."""
+        info = self.info(name)
         array = np.empty(info.shape, DTYPES[info.dtype])
-        with info.file.open("rb", buffering=0) as file:
-            file.seek(info.offset)
-            view = array.reshape(-1).view(np.uint8).data
-            done = 0
-            while done < info.nbytes:
-                count = file.readinto(view[done:])
-                if not count:
-                    raise QuantkitError(
-                        f"{info.file}: the file ended inside {name!r}; it was changed while in use."
-                    )
-                done += count
+        read_bytes(info, 0, array.reshape(-1).view(np.uint8).data)
         return array
+
+    def read_rows(self, name: str, start: int, stop: int) -> NDArray[Any]:
+        """Rows [start, stop) of a tensor seen as a matrix [product of leading axes, last axis]."""
+        info = self.info(name)
+        columns = info.shape[-1] if info.shape else 1
+        array = np.empty((stop - start, columns), DTYPES[info.dtype])
+        read_bytes(info, start * columns * array.itemsize, array.reshape(-1).view(np.uint8).data)
+        return array
+
+    @cached_property
+    def metadata(self) -> Mapping[str, str]:
+        """The `__metadata__` of every file together; of a key in several files the first counts."""
+        found: dict[str, str] = {}
+        for file in self.files:
+            found = read_metadata(file) | found
+        return found
 
     def main_dtype(self) -> str:
         """The floating-point dtype that most elements are stored in, "F32" if there is none."""
@@ -111,6 +126,23 @@ class Checkpoint:
                 total.update(file.name.encode() + b"\0")
                 total.update(hashlib.file_digest(stream, "sha256").digest())
         return total.hexdigest()
+
+
+def read_bytes(info: TensorInfo, start: int, into: memoryview) -> None:
+    """Fill `into` with the bytes of a tensor from `start` on; safe from several threads."""
+    descriptor = os.open(info.file, os.O_RDONLY)
+    try:
+        done = 0
+        while done < len(into):
+            count = os.preadv(descriptor, [into[done:]], info.offset + start + done)
+            if not count:
+                raise QuantkitError(
+                    f"{info.file}: the file ended inside {info.name!r}; it was changed while in "
+                    "use."
+                )
+            done += count
+    finally:
+        os.close(descriptor)
 
 
 def read_infos(path: Path) -> dict[str, TensorInfo]:
@@ -181,6 +213,26 @@ def read_header(file: Path) -> dict[str, TensorInfo]:
     keys, known dtypes, each tensor's byte range equal to its shape, ranges that follow each other
     without hole or overlap and end where the file ends.
     """
+    header, start = _load_header(file)
+    infos = {
+        name: _read_entry(file, name, entry, start)
+        for name, entry in header.items()
+        if name != "__metadata__"
+    }
+    _check_layout(file, infos.values(), start, file.stat().st_size)
+    return infos
+
+
+def read_metadata(file: Path) -> dict[str, str]:
+    """The `__metadata__` of one .safetensors file: texts by name, empty when there is none."""
+    metadata = _load_header(file)[0].get("__metadata__", {})
+    if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
+        raise QuantkitError(f"{file}: __metadata__ must map names to texts.")
+    return metadata
+
+
+def _load_header(file: Path) -> tuple[dict[str, Any], int]:
+    """The JSON header of a file, and the byte where its data starts."""
     size = file.stat().st_size
     with file.open("rb") as stream:
         prefix = stream.read(8)
@@ -193,14 +245,7 @@ def read_header(file: Path) -> dict[str, TensorInfo]:
         header = _parse_json(stream.read(length), str(file))
     if not isinstance(header, dict):
         raise QuantkitError(f"{file}: the safetensors header is not a JSON object.")
-    start = 8 + length
-    infos = {
-        name: _read_entry(file, name, entry, start)
-        for name, entry in header.items()
-        if name != "__metadata__"
-    }
-    _check_layout(file, infos.values(), start, size)
-    return infos
+    return header, 8 + length
 
 
 def _read_entry(file: Path, name: str, entry: object, start: int) -> TensorInfo:

@@ -7,11 +7,48 @@ is a function of an amax and not of a tensor.
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
+import ml_dtypes
 import numpy as np
 
 from quantkit.errors import QuantkitError
 from quantkit.numerics.formats import SCALE_F32, BlockFormat
+
+
+@dataclass(frozen=True, slots=True)
+class TensorScale:
+    """A second-level scale both ways round: `x = code * block_scale * multiplier`.
+
+    Some layouts store the multiplier `amax / limit`, others the divisor `limit / amax`, and neither
+    is the other's reciprocal in float32: a value read one way and written the other would come back
+    changed. Both are kept, each exact where it was stored or follows from the amax.
+    """
+
+    multiplier: np.float32
+    divisor: np.float32
+
+    @classmethod
+    def from_amax(cls, amax: float, limit: float) -> TensorScale:
+        """Both from the largest magnitude: `amax / limit` and `limit / amax`; 1 when all is zero.
+
+        limit: what the largest magnitude maps to, 2688 for NVFP4, 448 for FP8.
+        """
+        if amax == 0:
+            return cls(np.float32(1), np.float32(1))
+        return cls(_scale(amax, limit), np.float32(limit) / np.float32(amax))
+
+    @classmethod
+    def from_multiplier(cls, stored: float | np.float32, limit: float) -> TensorScale:
+        """From a stored multiplier, the divisor that belongs to it (see `_partner`)."""
+        multiplier = np.float32(stored)
+        return cls(multiplier, _partner(multiplier, limit, np.float32(limit) * multiplier, False))
+
+    @classmethod
+    def from_divisor(cls, stored: float | np.float32, limit: float) -> TensorScale:
+        """From a stored divisor, the multiplier that belongs to it (see `_partner`)."""
+        divisor = np.float32(stored)
+        return cls(_partner(divisor, limit, np.float32(limit) / divisor, True), divisor)
 
 
 def tensor_scale_for(amax: float, fmt: BlockFormat) -> np.float32 | None:
@@ -36,6 +73,24 @@ def input_scale_for(amax: float, fmt: BlockFormat) -> np.float32 | None:
     if fmt.tensor_scale:
         return tensor_scale_for(amax, fmt)
     return _scale(amax, fmt.element.max) if fmt.block == (None, None) else None
+
+
+def _partner(stored: np.float32, limit: float, amax: np.float32, is_divisor: bool) -> np.float32:
+    """The scale the other way round that belongs to a stored one.
+
+    Its reciprocal is not enough, several float32 share one. But an amax is a weight, and most
+    weights have the few bits of bfloat16 or float16: where such a value gives `stored` exactly, it
+    is the amax, and both scales follow from it. Else the reciprocal; a writer that stores it keeps
+    the other one beside it (`models/quantized/record.py`).
+    """
+    top = np.float32(limit)
+    for narrow in (ml_dtypes.bfloat16, np.float16):
+        candidate = np.float32(amax.astype(narrow))
+        if not np.isfinite(candidate) or candidate == 0:
+            continue
+        if (top / candidate if is_divisor else candidate / top) == stored:
+            return candidate / top if is_divisor else top / candidate
+    return np.float32(1) / stored
 
 
 def _scale(amax: float, divisor: float) -> np.float32:
