@@ -14,7 +14,7 @@ install: $(INSTALLED)
 $(INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[diffusers,rtx,modelopt,dev]'
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[diffusers,rtx,gguf,modelopt,dev]'
 	touch $@
 
 # A real pretrained model (22.7M parameters) to NVFP4: exported, verified, built for an RTX 5090,

@@ -173,7 +173,7 @@ def write_json(path: Path, content: object) -> None:
     text = encode_json(content) + "\n"
     part = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
-        with _full_disk(path), _refused(path):
+        with explain_full_disk(path), explain_refusal(path):
             part.write_text(text, encoding="utf-8")
             part.replace(path)
     finally:
@@ -245,21 +245,25 @@ def atomic_folder(out: Path, overwrite: bool = False) -> Iterator[Path]:
     """
     out = out.resolve()
     check_output(out, overwrite)
-    with _full_disk(out), _refused(out):
+    with explain_full_disk(out), explain_refusal(out):
         out.parent.mkdir(parents=True, exist_ok=True)
     # Named before it is made: an interrupt right after mkdir must find it to remove it.
     work = out.with_name(f".{out.name}.part-{uuid.uuid4().hex[:8]}")
     try:
-        with _full_disk(out), _refused(out):
+        with explain_full_disk(out), explain_refusal(out):
             work.mkdir()
-        with _full_disk(out):
+        with explain_full_disk(out):
             yield work
-        _move_into_place(work, out, overwrite)
+        move_into_place(work, out, overwrite)
     finally:
         shutil.rmtree(work, ignore_errors=True)
 
 
-def _move_into_place(work: Path, out: Path, overwrite: bool) -> None:
+def move_into_place(work: Path, out: Path, overwrite: bool) -> None:
+    """Make the finished folder `work` the output; an old one goes only when the new one is there.
+
+    Raises QuantkitError as `check_output` does.
+    """
     # Checked again: hours may have passed, and another run may have filled the folder.
     check_output(out, overwrite)
     if not out.exists():
@@ -276,7 +280,8 @@ def _move_into_place(work: Path, out: Path, overwrite: bool) -> None:
 
 
 @contextmanager
-def _full_disk(out: Path) -> Iterator[None]:
+def explain_full_disk(out: Path) -> Iterator[None]:
+    """Turn the operating system's "no space left" into a QuantkitError that names `out`."""
     try:
         yield
     except OSError as error:
@@ -290,7 +295,8 @@ def _full_disk(out: Path) -> Iterator[None]:
 
 
 @contextmanager
-def _refused(out: Path) -> Iterator[None]:
+def explain_refusal(out: Path) -> Iterator[None]:
+    """Turn any other refusal of the operating system into a QuantkitError that names `out`."""
     try:
         yield
     except OSError as error:

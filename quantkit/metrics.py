@@ -57,7 +57,7 @@ def flushed_to_zero(weight: Array, quantized: QTensor) -> float:
     """
     rows, columns = quantized.shape
     starved: NDArray[np.bool_] | None = None
-    if None not in quantized.format.block:
+    if quantized.format.scale.bits == 8:
         starved = quantized.scale == (1 if quantized.format.scale is SCALE_E4M3 else 0)
         if not starved.any():
             return 0.0

@@ -6,8 +6,8 @@ work. Both return plain values, and an exporter sees nothing but what they hold.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,9 +29,10 @@ from quantkit.models.source import open_model
 from quantkit.models.tensors import SAFETENSORS_NAMES
 from quantkit.models.trace import Traced, trace
 from quantkit.numerics.qtensor import QTensor
+from quantkit.progress import Progress, silence
 from quantkit.recipes.loader import load_recipe, pick_recipe
 from quantkit.recipes.plan import Plan
-from quantkit.recipes.recipe import Recipe
+from quantkit.recipes.recipe import Layer, Recipe
 from quantkit.weights import Weights, has_static_scale, measure
 
 STATS_FILE = "stats.json"
@@ -42,18 +43,6 @@ LOAD_LIMIT_BYTES = 1 << 30
 # Interpreter, libraries and a traced graph, rounded up: the whole export of a 2-billion-parameter
 # model peaks at 0.88 GB (benchmarks/results/export_scale.json), and 1.27 GB is expected for it.
 BASE_MEMORY_BYTES = 700_000_000
-
-Advance = Callable[[int, int], None]
-"""Called with (done, total) as work goes on."""
-
-Progress = Callable[[str], AbstractContextManager[Advance]]
-"""Opens a display for one piece of work, named for people."""
-
-
-@contextmanager
-def silence(what: str) -> Iterator[Advance]:
-    """Progress for callers who want none."""
-    yield lambda done, total: None
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,27 +171,59 @@ def prepare(
         amax = measure(plan, source.read_weight, others=others, progress=advance)
     warnings = [*source.notes, *plan.warnings()]
     stats: Mapping[str, Stats] = {}
-    description: dict[str, Any] = {}
+    description: Mapping[str, Any] = {}
     if needs_data(plan):
-        with progress("Loading calibration data") as advance:
-            batches, described = load_batches(
-                calibration, source, limit=limit, dtype=traced.dtype, progress=advance
-            )
-        if described["warning"]:
-            warnings.append(described["warning"])
         layers = [decision.layer for decision in plan.quantized]
-        with (
-            running_module(source, traced.dtype, device) as module,
-            progress("Calibrating") as advance,
-        ):
-            seen = calibrate(module, batches, layers, call=source.call, progress=advance)
-        stats = seen.stats
+        seen = calibrate_layers(
+            source,
+            layers,
+            traced.dtype,
+            data=calibration,
+            limit=limit,
+            device=device,
+            progress=progress,
+        )
+        stats, description = seen.stats, seen.description
         warnings += seen.warnings
-        description = {**described, "uncalibrated": list(seen.uncalibrated)}
     elif calibration is not None:
         warnings.append(f"recipe {plan.recipe} needs no calibration data: not used")
     weights = Weights(plan, stats, source.read_weight, amax)
     return Prepared(planned, weights, stats, description, tuple(warnings))
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """What calibration of some layers found. description: for the manifest."""
+
+    stats: Mapping[str, Stats]
+    description: Mapping[str, Any]
+    warnings: tuple[str, ...]
+
+
+def calibrate_layers(
+    source: Source,
+    layers: Sequence[Layer],
+    dtype: torch.dtype,
+    *,
+    data: str | Path | Iterable[Mapping[str, Tensor]] | None = None,
+    limit: int | None = None,
+    device: str = "cpu",
+    progress: Progress = silence,
+) -> Seen:
+    """Run data through the model and see the inputs of `layers`, which are named as its modules.
+
+    data, limit: see `load_batches`. Raises QuantkitError as that and `calibrate` do.
+    """
+    with progress("Loading calibration data") as advance:
+        batches, described = load_batches(data, source, limit=limit, dtype=dtype, progress=advance)
+    with running_module(source, dtype, device) as module, progress("Calibrating") as advance:
+        seen = calibrate(module, batches, layers, call=source.call, progress=advance)
+    warning = described["warning"]
+    return Seen(
+        seen.stats,
+        {**described, "uncalibrated": list(seen.uncalibrated)},
+        (*([warning] if warning else []), *seen.warnings),
+    )
 
 
 def reopen(folder: Path, model: str | None = None) -> Prepared:

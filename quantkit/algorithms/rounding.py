@@ -13,15 +13,15 @@ from quantkit.calibrate.stats import Stats
 from quantkit.numerics.formats import BlockFormat
 from quantkit.numerics.kernels import quantize
 from quantkit.numerics.qtensor import QTensor
-from quantkit.numerics.scales import tensor_scale_for
 
 
 def rounding(weight: NDArray[Any], fmt: BlockFormat, stats: Stats) -> QTensor:
     """Quantize weight [N, K], any float dtype.
 
-    stats.weight_amax gives the tensor scale that siblings share; without it the weight's own.
+    stats.weight_amax is the largest magnitude over all that shares a scale with these rows: the
+    rest of the tensor and its siblings. Without it the weight's own. Formats whose scales are found
+    within a row or a block do not look at it.
 
     Raises QuantkitError when the weight holds NaN or Inf or when blocks do not divide it.
     """
-    shared = stats.weight_amax
-    return quantize(weight, fmt, None if shared is None else tensor_scale_for(shared, fmt))
+    return quantize(weight, fmt, amax=stats.weight_amax)

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
-import math
-from collections import Counter
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from quantkit.cli import options as opt
-from quantkit.cli.console import Console, format_bytes, format_table
+from quantkit.cli.console import Console
+from quantkit.cli.inspect_checkpoint import (
+    Inspected,
+    as_text,
+    inspect_checkpoint,
+    shape_text,
+    table,
+)
+from quantkit.cli.inspect_file import inspect_file, is_checkpoint
 from quantkit.errors import QuantkitError
 
 
@@ -19,10 +25,28 @@ def inspect(
         str | None,
         typer.Argument(
             metavar="FILE",
-            help="A folder that quantkit wrote, .onnx, .engine, .safetensors, or a model folder.",
+            help="A model folder, .safetensors, .gguf, a folder that quantkit wrote, .onnx, "
+            ".engine.",
             show_default=False,
         ),
     ] = None,
+    against: Annotated[
+        Path | None,
+        typer.Option(
+            "--against",
+            metavar="ORIGINAL",
+            help="Compare a quantized FILE with the weights it was made from: settles nibble "
+            "order, scale layout and direction.",
+            show_default=False,
+        ),
+    ] = None,
+    allow_pickle: Annotated[
+        bool,
+        typer.Option(
+            "--allow-pickle",
+            help="Also read .pt, .bin, .ckpt and .pth: their tensors only, no code is run.",
+        ),
+    ] = False,
     layers: Annotated[
         bool,
         typer.Option("--layers", help="List a model's layers by what recipes can match."),
@@ -40,10 +64,12 @@ def inspect(
     quiet: opt.Quiet = False,
     verbose: opt.Verbose = False,
 ) -> None:
-    """Show what a file holds, or list choices.
+    """Show what a file holds and what is wrong with it, or list choices.
 
-    A file or folder: its layers, tensors, operators or constants. With --layers, FILE is a MODEL
-    as `quantkit export` takes it. The other options list what can be named elsewhere.
+    Of a checkpoint: its layout and where that loads, formats, what stayed in high precision, and
+    problems with their fixes; -v shows every tensor. Exits 1 when a problem breaks something. With
+    --layers, FILE is a MODEL as `quantkit export` takes it. The other options list what can be
+    named elsewhere.
     """
     console = Console(json=json, verbosity=verbose - quiet)
     lists = {
@@ -54,17 +80,31 @@ def inspect(
         "runtimes": (runtimes, _runtimes),
     }
     chosen = {name: make() for name, (asked, make) in lists.items() if asked}
+    texts = [_as_text(rows) for rows in chosen.values()]
+    content: dict[str, Any] = dict(chosen)
+    seen: Inspected | None = None
     if layers:
         if file is None:
             raise QuantkitError("--layers needs a model: quantkit inspect MODEL --layers")
         with console.progress("Reading the model"):
-            chosen["layers"] = _layers(file)
+            content["layers"] = _layers(file)
+        texts.append(_as_text(content["layers"]))
+    elif file is not None and is_checkpoint(Path(file)):
+        with console.progress("Reading the checkpoint"):
+            seen = inspect_checkpoint(Path(file), allow_pickle=allow_pickle, against=against)
+        content |= seen.to_json()
+        texts.append(as_text(seen, verbose))
     elif file is not None:
-        chosen["content"] = _inspect_file(Path(file))
-    if not chosen:
+        if against is not None:
+            raise QuantkitError(f"--against compares checkpoints, and {file} is none")
+        content["content"] = inspect_file(Path(file))
+        texts.append(_as_text(content["content"]))
+    if not content:
         raise QuantkitError("name a file, or one of --layers, --" + ", --".join(lists))
-    console.result(chosen, "\n\n".join(_as_text(rows) for rows in chosen.values()))
-    console.next("quantkit", *_next(file, layers))
+    console.result(content, "\n\n".join(texts))
+    console.next("quantkit", *_next(file, seen))
+    if seen is not None and not seen.answer:
+        raise typer.Exit(1)
 
 
 Rows = list[dict[str, Any]]
@@ -72,21 +112,23 @@ Rows = list[dict[str, Any]]
 
 def _as_text(rows: Rows) -> str:
     """A table; of a description only the first sentence, --json has the rest."""
-    if not rows:
-        return "nothing in it"
-    header = tuple(rows[0])
-    return format_table(header, [tuple(_cell(key, row[key]) for key in header) for row in rows])
+    short = [{key: _cell(key, value) for key, value in row.items()} for row in rows]
+    return table(short) or "nothing in it"
 
 
 def _cell(key: str, value: object) -> str:
     return str(value).partition(". ")[0] if key == "description" else str(value)
 
 
-def _next(file: str | None, layers: bool) -> tuple[str | Path, ...]:
+def _next(file: str | None, seen: Inspected | None) -> tuple[str | Path, ...]:
     """What one does with what was shown."""
     if file is None:
         return "inspect", "MODEL", "--layers"
     path = Path(file)
+    if seen is not None and seen.summary.formats:
+        if seen.matches is None:
+            return "inspect", path, "--against", "ORIGINAL"
+        return "export", path, "--to", "TARGET", "-o", "OUT"
     if (path / "model.onnx").is_file():
         return "verify", path
     if (path / "quantkit.json").is_file():
@@ -95,6 +137,8 @@ def _next(file: str | None, layers: bool) -> tuple[str | Path, ...]:
         return "lint", path
     if path.suffix == ".engine":
         return "audit", path.parent
+    if seen is not None and path.is_file() and not (path.parent / "config.json").is_file():
+        return "export", "--fp4", path, "--to", "TARGET", "--dry-run"
     model = path.parent if path.is_file() and path.suffix != ".py" else file
     return "export", "--fp4", model, "--dry-run"
 
@@ -108,7 +152,7 @@ def _layers(model: str) -> Rows:
             "layer": layer.name,
             "type": layer.type,
             "op": layer.op,
-            "shape": "x".join(map(str, layer.shape)),
+            "shape": shape_text(layer.shape),
             "body": {True: "yes", False: "no", None: "-"}[layer.body],
             "edge": layer.edge or "-",
             "per token": "yes" if layer.per_token else "no",
@@ -172,115 +216,4 @@ def _runtimes() -> Rows:
         {"runtime": name, "target": target, "holds": ", ".join(sorted(holds.holds)) or "-"}
         for name, runtime in RUNTIMES.items()
         for target, holds in runtime.targets.items()
-    ]
-
-
-def _inspect_file(path: Path) -> Rows:
-    if not path.exists():
-        raise QuantkitError(f"{path} does not exist")
-    if path.is_dir():
-        if (path / "quantkit.json").is_file():
-            return _inspect_artefact(path)
-        if (path / "model_index.json").is_file():
-            return _inspect_pipeline(path)
-        return _inspect_checkpoint(path)
-    readers = {
-        ".onnx": _inspect_onnx,
-        ".engine": _inspect_engine,
-        ".safetensors": _inspect_checkpoint,
-    }
-    if path.suffix in readers:
-        return readers[path.suffix](path)
-    if path.name.endswith(".safetensors.index.json"):
-        return _inspect_checkpoint(path)
-    raise QuantkitError(
-        f"{path} is of no kind that quantkit reads; known: {', '.join(readers)}, a folder"
-    )
-
-
-def _inspect_pipeline(folder: Path) -> Rows:
-    """One row for each component that has weights."""
-    from quantkit.models.checkpoint import Checkpoint
-    from quantkit.models.source import read_json
-
-    rows: Rows = []
-    for name, entry in read_json(folder / "model_index.json").items():
-        if not any((folder / name).glob("*.safetensors")):
-            continue
-        infos = Checkpoint(folder / name).infos.values()
-        rows.append(
-            {
-                "component": name,
-                "class": entry[-1] if isinstance(entry, list) else str(entry),
-                "tensors": len(infos),
-                "parameters": sum(math.prod(info.shape) for info in infos),
-                "bytes": sum(info.nbytes for info in infos),
-            }
-        )
-    if not rows:
-        raise QuantkitError(f"{folder}: no component of this pipeline has .safetensors files")
-    return rows
-
-
-def _inspect_artefact(folder: Path) -> Rows:
-    from quantkit.manifest import Manifest
-
-    manifest = Manifest.read(folder)
-    return [
-        {
-            "layer": row["layer"],
-            "shape": "x".join(map(str, row["shape"])),
-            "weight": row["weight_format"] or "-",
-            "input": row["input_format"] or "-",
-            "bytes": row["bytes_after"],
-            "reason": row["reason"],
-        }
-        for row in manifest.plan
-    ]
-
-
-def _inspect_onnx(path: Path) -> Rows:
-    import onnx
-
-    from quantkit.engines.graph import load_graph
-
-    graph = load_graph(path)
-    operators = Counter(node.op_type for node in graph.model.graph.node)
-    dtypes: Counter[str] = Counter()
-    for tensor in graph.model.graph.initializer:
-        dtypes[onnx.TensorProto.DataType.Name(tensor.data_type)] += 1
-    rows = [{"what": "operator", "name": name, "count": n} for name, n in operators.most_common()]
-    rows += [{"what": "initializer", "name": name, "count": n} for name, n in dtypes.most_common()]
-    asked = Counter(layer.scheme for layer in graph.asked)
-    return [*rows, *({"what": "layer", "name": name, "count": n} for name, n in asked.items())]
-
-
-def _inspect_engine(path: Path) -> Rows:
-    from quantkit.engines.plan import read_plan
-
-    plan = read_plan(path)
-    rows: Rows = [
-        {"what": "runtime", "value": plan.runtime_version},
-        {"what": "targets", "value": ", ".join(plan.targets)},
-        {"what": "device memory", "value": format_bytes(plan.device_memory)},
-    ]
-    for dtype, size in plan.constants.items():
-        rows.append({"what": f"{dtype} constants", "value": format_bytes(size)})
-    if plan.problem is not None:
-        rows.append({"what": "not understood", "value": plan.problem})
-    return rows
-
-
-def _inspect_checkpoint(path: Path) -> Rows:
-    from quantkit.models.checkpoint import Checkpoint
-
-    infos = Checkpoint(path).infos.values()
-    return [
-        {
-            "tensor": info.name,
-            "dtype": info.dtype,
-            "shape": "x".join(map(str, info.shape)) or "scalar",
-            "bytes": info.nbytes,
-        }
-        for info in infos
     ]

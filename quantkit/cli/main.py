@@ -13,6 +13,7 @@ import sys
 import traceback
 import warnings
 from collections.abc import Callable
+from functools import wraps
 from typing import Annotated
 
 import typer
@@ -74,8 +75,23 @@ def root(
         raise typer.Exit(NO_ANSWER)
 
 
+class _InterruptError(Exception):
+    """KeyboardInterrupt on its way through typer, which would drop what it says."""
+
+
+def _carry_interrupt(command: Callable[..., None]) -> Callable[..., None]:
+    @wraps(command)
+    def run_command(*args: object, **options: object) -> None:
+        try:
+            command(*args, **options)
+        except KeyboardInterrupt as error:
+            raise _InterruptError(str(error)) from None
+
+    return run_command
+
+
 for _command in COMMANDS:
-    app.command(_command.__name__)(answers_only_on_stdout()(_command))
+    app.command(_command.__name__)(answers_only_on_stdout()(_carry_interrupt(_command)))
 
 
 def run() -> int:
@@ -90,6 +106,9 @@ def run() -> int:
         return NO_ANSWER
     except QuantkitError as error:
         return _fail(str(error))
+    except _InterruptError as error:
+        print(str(error) or "interrupted; nothing was left behind", file=sys.stderr)
+        return INTERRUPTED
     except (KeyboardInterrupt, typer.Abort):
         code = INTERRUPTED
     except OSError as error:

@@ -33,7 +33,7 @@ def show_plan(
     )
     for warning in planned.plan.warnings():
         console.warn(warning)
-    _show(
+    show_rows(
         console,
         planned.plan.rows(kept_dtype(planned)),
         planned.plan.coverage(kept_dtype(planned)).to_json(),
@@ -52,16 +52,20 @@ def show_recorded_plan(console: Console, folder: Path, choice: str | None) -> No
     console.say(f"{manifest.recipe['source']}; {manifest.model['model_class']}, quantized already")
     largest = max((math.prod(row["shape"]) for row in manifest.plan), default=0)
     memory = peak_memory(largest, str(manifest.compute_dtype))
-    _show(console, manifest.plan, manifest.coverage, memory, [])
+    show_rows(console, manifest.plan, manifest.coverage, memory, [])
 
 
-def _show(
+def show_rows(
     console: Console,
     rows: Sequence[Mapping[str, Any]],
     coverage: Mapping[str, Any],
     memory: int,
     rules: Sequence[Mapping[str, Any]],
 ) -> None:
+    """Print the plan of an export: every quantized layer, every reason to keep one, sizes.
+
+    rows, coverage: as in quantkit.json. memory: expected peak, in bytes. rules: `RuleCount`s.
+    """
     text = "\n".join(
         [
             format_table(
@@ -130,6 +134,8 @@ def summarise_export(console: Console, manifest: Manifest, output: Path) -> None
         lines.append(
             f"calibrated on {manifest.calibration['source']}: "
             f"{manifest.calibration['samples']} samples"
+            if manifest.calibration["samples"]
+            else f"input scales from {manifest.calibration['source']}"
         )
     console.result(
         {

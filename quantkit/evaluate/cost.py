@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from quantkit.evaluate.layer import compute_layer, first_argument
 from quantkit.models.model_source import Source
-from quantkit.prepare import Advance
+from quantkit.progress import Advance
 from quantkit.simulate import fake_quantized
 from quantkit.weights import Weights
 

@@ -38,7 +38,7 @@ from quantkit.metrics import relative_l2
 from quantkit.models.model_source import Source
 from quantkit.models.tensors import to_numpy
 from quantkit.numerics import kernels
-from quantkit.prepare import Advance
+from quantkit.progress import Advance
 from quantkit.simulate import fake_quantized, quantize_input
 from quantkit.weights import Weights
 

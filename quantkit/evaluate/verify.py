@@ -29,7 +29,8 @@ from quantkit.evaluate.parity import (
 )
 from quantkit.manifest import Manifest
 from quantkit.models.source import Source
-from quantkit.prepare import Progress, open_recorded, read_stats, silence
+from quantkit.prepare import open_recorded, read_stats
+from quantkit.progress import Progress, silence
 from quantkit.recipes.plan import Plan
 from quantkit.weights import Weights
 

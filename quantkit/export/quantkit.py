@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from quantkit.models.quantized.quantkit import DATA, FILE, SCALE, TENSOR_SCALE, stored_parts
 from quantkit.models.trace import Traced
 from quantkit.models.writer import LazyTensor, write_checkpoint
-from quantkit.prepare import Advance
+from quantkit.progress import Advance
 from quantkit.recipes.plan import Plan
 from quantkit.weights import Weights
 

@@ -8,12 +8,16 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
 from quantkit.errors import QuantkitError
+from quantkit.export.checkpoint.begin import draft_export
+from quantkit.export.checkpoint.run import InputScales, write_draft
+from quantkit.export.checkpoint.targets import CHECKPOINT_TARGETS
 from quantkit.export.onnx import begin_onnx
 from quantkit.export.quantkit import begin_quantkit
 from quantkit.manifest import FILE as MANIFEST_FILE
@@ -23,15 +27,14 @@ from quantkit.models.quantized.quantkit import FILE as QUANTIZED_FILE
 from quantkit.models.source import Source
 from quantkit.prepare import (
     Prepared,
-    Progress,
     describe_model,
     kept_dtype,
     plan_model,
     prepare,
     reopen,
-    silence,
     write_stats,
 )
+from quantkit.progress import Progress, silence
 
 # A target begins with (traced, plan, **its options) and refuses there what it cannot write. What it
 # returns writes, given (weights, folder, progress), and returns the `export` entry of the manifest.
@@ -62,16 +65,27 @@ def export_model(
 
     model: see `open_model`; or a folder that `quantkit quantize` wrote, which needs no recipe and
         no calibration. output: a folder, new or empty unless `overwrite`.
-    to: a row of TARGETS. options: what its function takes beside.
+    to: a row of TARGETS or of CHECKPOINT_TARGETS. options: what its function takes beside; for a
+        checkpoint `stats` and `data_free` (see `InputScales`), and `compute_dtype` is not used.
     recipe, short, compute_dtype: see `plan_model`. calibration, limit, device: see `prepare`.
     original: for a quantized folder, where its model lies now, by default where it lay then.
     command: what to record as the command that made the folder.
     Returns the manifest, which is also `output`/quantkit.json.
     Raises QuantkitError for anything the user can fix; nothing is left behind then.
     """
-    if to not in TARGETS:
-        raise QuantkitError(f"unknown target {to!r}; known: {', '.join(sorted(TARGETS))}")
     out = Path(output)
+    if to in CHECKPOINT_TARGETS:
+        if isinstance(model, Source):
+            raise QuantkitError(f"--to {to} starts from files: name the model's folder")
+        draft = draft_export(str(model), to, recipe=recipe, short=short, original=original)
+        inputs = InputScales(data=calibration, limit=limit, device=device)
+        return write_draft(
+            draft, out, inputs=replace(inputs, **(options or {})), overwrite=overwrite,
+            command=command, progress=progress,
+        )  # fmt: skip
+    if to not in TARGETS:
+        known = ", ".join(sorted([*TARGETS, *CHECKPOINT_TARGETS]))
+        raise QuantkitError(f"unknown target {to!r}; known: {known}")
     check_output(out, overwrite)
     path = None if isinstance(model, Source) else Path(model)
     if path is not None:

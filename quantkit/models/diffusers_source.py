@@ -26,32 +26,6 @@ from quantkit.models.skeleton import empty_parameters, set_dtype
 from quantkit.models.tensors import TORCH_DTYPES
 from quantkit.models.transformers_source import digest_folder
 
-DENOISERS = ("transformer", "unet")
-
-
-def find_component(
-    folder: Path, index: Mapping[str, Any], part: str | None
-) -> tuple[Path, str | None]:
-    """Folder of the component to open of a pipeline, and the part that is still to be resolved."""
-    present = [
-        name
-        for name, entry in index.items()
-        if isinstance(entry, list) and (folder / name / "config.json").is_file()
-    ]
-    if part is not None:
-        if part not in present:
-            raise QuantkitError(
-                f"{folder} has no component {part!r}; it has: {', '.join(present) or 'none'}."
-            )
-        return folder / part, None
-    for name in DENOISERS:
-        if name in present:
-            return folder / name, None
-    raise QuantkitError(
-        f"{folder} has no {' or '.join(DENOISERS)}; name a component, as in {folder}:NAME "
-        f"(it has: {', '.join(present) or 'none'})."
-    )
-
 
 def open_diffusers(
     spec: str, folder: Path, config_json: Mapping[str, Any], part: str | None
@@ -102,6 +76,7 @@ def open_diffusers(
         make_example=example,
         read=functools.partial(read_mapped, checkpoint, keys),
         digest=functools.partial(digest_folder, folder, checkpoint),
+        keys=keys,
     )
 
 

@@ -7,7 +7,7 @@ module is made and where a weight is read, and all else is the same code.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -42,7 +42,8 @@ class Source:
     folder: where the model's files lie, None for a function. parameters: number of parameters,
     tied ones counted once. state: all that `read_weight` can read, in the module's order; tied
     parameters under each of their names. convention: how the module is called. notes: what a user
-    should know of how the model was opened.
+    should know of how the model was opened. keys: name in `state` -> tensor of the checkpoint that
+    it is read from; empty when the weights are not streamed from one.
     """
 
     spec: str
@@ -59,6 +60,7 @@ class Source:
     make_example: MakeExample
     read: Callable[[str], NDArray[Any]]
     digest: Callable[[], str]
+    keys: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def torch_dtype(self) -> torch.dtype:

@@ -129,6 +129,7 @@ def open_transformers(
         make_example=example,
         read=read,
         digest=functools.partial(digest_folder, folder, checkpoint),
+        keys=keys or {},
     )
 
 

@@ -23,6 +23,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.nn.functional import pad
 
 from quantkit.numerics.checks import nonfinite_error
 from quantkit.numerics.formats import E4M3, SCALE_E4M3, SCALE_E8M0, BlockFormat, Element
@@ -35,6 +36,8 @@ __all__ = [
     "decode",
     "dequantize",
     "encode",
+    "from_blocks",
+    "into_blocks",
     "pack_nibbles",
     "quantize",
     "quantize_with_scales",
@@ -111,7 +114,7 @@ def block_amax(x: Tensor, fmt: BlockFormat) -> Tensor:
 
     NaN if the block holds one. Raises QuantkitError when blocks do not divide x.
     """
-    return _blocks(x.float(), fmt).abs().amax(dim=(1, 3))
+    return into_blocks(x.float(), fmt).abs().amax(dim=(1, 3))
 
 
 def block_scales(amax: Tensor, fmt: BlockFormat, tensor_scale: float | np.float32 | None) -> Tensor:
@@ -192,13 +195,13 @@ def quantize_with_scales(
     x: any float dtype, finite. scale: stored block scales, as `block_scales` returns them.
     """
     stored = torch.as_tensor(scale, device=x.device)
+    shape = cast(tuple[int, int], tuple(x.shape))
     factor = _expandable(stored, fmt, tensor_scale)
-    scaled = (_blocks(x.detach().float(), fmt) / factor).reshape(x.shape)
-    codes = encode(scaled, fmt.element)
+    codes = encode(from_blocks(into_blocks(x.detach().float(), fmt) / factor, shape), fmt.element)
     data = pack_nibbles(codes) if fmt.element.bits == 4 else codes
     return QTensor(
         format=fmt,
-        shape=cast(tuple[int, int], tuple(x.shape)),
+        shape=shape,
         data=data.contiguous().cpu().numpy(),
         scale=stored.contiguous().cpu().numpy(),
         tensor_scale=None if tensor_scale is None else np.float32(tensor_scale),
@@ -210,20 +213,32 @@ def dequantize(q: QTensor) -> Tensor:
     data = torch.from_numpy(q.data)
     codes = unpack_nibbles(data) if q.format.element.bits == 4 else data
     factor = _expandable(torch.from_numpy(q.scale), q.format, q.tensor_scale)
-    return (_blocks(decode(codes, q.format.element), q.format) * factor).reshape(q.shape)
+    return from_blocks(into_blocks(decode(codes, q.format.element), q.format) * factor, q.shape)
 
 
-def _blocks(x: Tensor, fmt: BlockFormat) -> Tensor:
-    """View x [N, K] as [blocks down, rows of a block, blocks across, columns of a block]."""
-    rows, cols = cast(tuple[int, int], tuple(x.shape))
-    down, across = fmt.scale_shape((rows, cols))
-    return x.reshape(down, rows // down, across, cols // across)
+def into_blocks(x: Tensor, fmt: BlockFormat) -> Tensor:
+    """x [N, K] as [blocks down, rows of a block, blocks across, columns of a block].
+
+    A short last block is filled up with zeros, which are no block's largest magnitude.
+    """
+    shape = cast(tuple[int, int], tuple(x.shape))
+    (down, across), (rows, cols) = fmt.scale_shape(shape), fmt.block_shape(shape)
+    below, right = down * rows - shape[0], across * cols - shape[1]
+    if below or right:
+        x = pad(x, (0, right, 0, below))
+    return x.reshape(down, rows, across, cols)
+
+
+def from_blocks(blocks: Tensor, shape: tuple[int, int]) -> Tensor:
+    """Inverse of `into_blocks`: [N, K] (`shape`) without the filling."""
+    down, rows, across, cols = blocks.shape
+    return blocks.reshape(down * rows, across * cols)[: shape[0], : shape[1]]
 
 
 def _expandable(
     stored: Tensor, fmt: BlockFormat, tensor_scale: float | np.float32 | None
 ) -> Tensor:
-    """What a code is multiplied with, shaped to broadcast over `_blocks`."""
+    """What a code is multiplied with, shaped to broadcast over blocks."""
     return (scale_values(stored, fmt) * _factor(tensor_scale))[:, None, :, None]
 
 

@@ -13,7 +13,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quantkit.numerics.codec import block_amax, block_scales, round_to, scale_values
+from quantkit.numerics.codec import (
+    block_amax,
+    block_scales,
+    from_blocks,
+    into_blocks,
+    round_to,
+    scale_values,
+)
 from quantkit.numerics.formats import E4M3, BlockFormat
 from quantkit.numerics.scales import tensor_scale_for
 
@@ -31,6 +38,9 @@ def fake_quantize(
 
         s = E4M3(clamp(amax_block / 6 / tensor_scale, 2^-9, 448))
         y = E2M1(x / (s * tensor_scale)) * (s * tensor_scale)
+
+    Formats whose scales are all found at run time take no scale: MX, FP8 per token (fp8_channel),
+    FP8 per 128 elements of a token (fp8_group, the last block of a token may be short).
 
     tensor_scale: calibrated second-level scale (NVFP4: input amax / 2688); by default the one of
         this very x.
@@ -58,20 +68,21 @@ class _StraightThrough(torch.autograd.Function):
         scale: float | np.float32 | Tensor | None,
     ) -> Tensor:
         rows = x.reshape(-1, x.shape[-1]).float()
+        shape = rows.shape[0], rows.shape[1]
         if scale is None:
             factor = _dynamic_factor(rows, fmt, tensor_scale)
         else:
             factor = torch.as_tensor(scale, dtype=torch.float32, device=x.device)
-            factor = factor.expand(fmt.scale_shape((rows.shape[0], rows.shape[1])))
-        down, across = factor.shape
-        blocks = rows.reshape(down, rows.shape[0] // down, across, rows.shape[1] // across)
+            factor = factor.expand(fmt.scale_shape(shape))
+        blocks = into_blocks(rows, fmt)
         factor = factor[:, None, :, None]
         scaled = blocks / factor
         y = round_to(scaled, fmt.element).mul_(factor)
         y += blocks - blocks  # 0, but NaN where x is Inf: the clamp has hidden it
         if scale is not None and ctx.needs_input_grad[0]:
-            ctx.save_for_backward((scaled.abs() <= fmt.element.max).reshape(x.shape))
-        return y.reshape(x.shape).to(x.dtype)
+            inside = from_blocks(scaled.abs() <= fmt.element.max, shape)
+            ctx.save_for_backward(inside.reshape(x.shape))
+        return from_blocks(y, shape).reshape(x.shape).to(x.dtype)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:

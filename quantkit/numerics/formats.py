@@ -6,7 +6,7 @@ of `FORMATS`; the codec, the kernels, the tests and the recipes read the table.
 
 Sources: OCP Microscaling Formats (MX) v1.0 for MXFP4, MXFP8, E8M0; OCP 8-bit Floating Point
 Specification for E4M3 and E5M2; NVIDIA's NVFP4 as ModelOpt, TensorRT and compressed-tensors
-store it.
+store it; DeepSeek-V3's blocks of FP8 (weights 128x128, inputs 1x128).
 """
 
 from __future__ import annotations
@@ -69,6 +69,11 @@ class BlockFormat:
     `block` is (rows, columns) of a weight [N, K] whose contraction axis K comes last; None means
     the whole axis. `tensor_scale` adds a second-level float32 scale for the whole tensor.
     `exponent` is the rule that picks an E8M0 block scale, None for every other scale type.
+    `ragged`: the last block of an axis may be shorter than the others (DeepSeek stores N = 576 in
+    blocks of 128); without it blocks have to divide the axis.
+
+    As the format of an input a row is a token: (1, None) is one scale a token, (1, 128) one per 128
+    of its elements, both found at run time.
     """
 
     name: str
@@ -77,26 +82,30 @@ class BlockFormat:
     scale: ScaleType
     tensor_scale: bool = False
     exponent: Literal["rceil", "even", "floor"] | None = None
+    ragged: bool = False
+
+    def block_shape(self, shape: tuple[int, int]) -> tuple[int, int]:
+        """Rows and columns of a full block of a tensor of `shape`."""
+        rows, cols = self.block
+        return shape[0] if rows is None else rows, shape[1] if cols is None else cols
 
     def scale_shape(self, shape: tuple[int, int]) -> tuple[int, int]:
-        """Shape of the block scales of a tensor of `shape`.
+        """Shape of the block scales of a tensor of `shape`; a short last block has a scale too.
 
-        Raises QuantkitError when a block does not divide an axis.
+        Raises QuantkitError when a block does not divide an axis and may not be short.
         """
-        rows, cols = (
-            size if block is None else block for size, block in zip(shape, self.block, strict=True)
-        )
+        rows, cols = self.block_shape(shape)
         if not self.fits(shape):
             raise QuantkitError(
                 f"{self.name}: a tensor of shape {shape} does not divide into blocks of "
                 f"{(rows, cols)}; keep the layer in high precision or pad it"
             )
-        return shape[0] // rows, shape[1] // cols
+        return -(-shape[0] // rows), -(-shape[1] // cols)
 
     def fits(self, shape: tuple[int, int]) -> bool:
-        """Whether blocks divide a non-empty tensor of `shape` exactly."""
+        """Whether a tensor of `shape` is not empty and blocks divide it, as far as they have to."""
         return all(
-            size > 0 and (block is None or size % block == 0)
+            size > 0 and (self.ragged or block is None or size % block == 0)
             for size, block in zip(shape, self.block, strict=True)
         )
 
@@ -125,6 +134,9 @@ FORMATS: dict[str, BlockFormat] = {
         BlockFormat("mxfp8", E4M3, (1, 32), SCALE_E8M0, exponent="rceil"),
         BlockFormat("fp8", E4M3, (None, None), SCALE_F32),
         BlockFormat("fp8_channel", E4M3, (1, None), SCALE_F32),
+        BlockFormat("fp8_block", E4M3, (128, 128), SCALE_F32, ragged=True),
+        BlockFormat("fp8_group", E4M3, (1, 128), SCALE_F32, ragged=True),
+        BlockFormat("fp8_e5m2", E5M2, (None, None), SCALE_F32),
     )
 }
 

@@ -2,8 +2,9 @@
 
 It lives in host memory as plain numpy arrays, because it is made once and then only written:
 exporters repack bytes and never need torch, and a checkpoint can be streamed without importing
-it. Nibble order, swizzles, padding and reciprocal scales belong to targets (`layouts.py`); a
-tensor subclass that carries them would leak one kernel's layout into the number.
+it. Some rows of a tensor, from the first of a block on, are a QTensor as well. Nibble order,
+swizzles, padding and reciprocal scales belong to targets (`layouts.py`); a tensor subclass that
+carries them would leak one kernel's layout into the number.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ class QTensor:
     data: uint8. Element bit patterns, [N, K] for 8-bit elements; for 4-bit elements [N, K / 2],
         the even index in the low nibble.
     scale: shape `format.scale_shape(shape)`. uint8 bit patterns for E4M3 and E8M0 scales,
-        float32 values for float32 scales. Always finite and positive.
+        float32 values for float32 scales. Always finite, and positive if made here; other
+        tools store an E4M3 scale of 0 for a block of zeros, and it is kept as it is.
     tensor_scale: float32 for formats with a second-level scale, else None.
     """
 

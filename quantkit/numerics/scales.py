@@ -63,10 +63,11 @@ def tensor_scale_for(amax: float, fmt: BlockFormat) -> np.float32 | None:
 
 
 def input_scale_for(amax: float, fmt: BlockFormat) -> np.float32 | None:
-    """The static scale a calibrated input of largest magnitude `amax` is stored with.
+    """The one scale that follows from the largest magnitude of a whole tensor.
 
-    NVFP4: its tensor scale, amax / 2688. FP8 per tensor: amax / 448. None for formats whose input
-    scales are all found at run time (MX, FP8 per row).
+    What a calibrated input is stored with, and an FP8 weight with one scale. NVFP4: its tensor
+    scale, amax / 2688. FP8 per tensor: amax / 448 (E5M2: / 57344). None for formats whose scales
+    all belong to a row or a block (MX, FP8 per token or group): for inputs, found at run time.
 
     Raises QuantkitError when `amax` is negative or not finite.
     """
@@ -85,7 +86,8 @@ def _partner(stored: np.float32, limit: float, amax: np.float32, is_divisor: boo
     """
     top = np.float32(limit)
     for narrow in (ml_dtypes.bfloat16, np.float16):
-        candidate = np.float32(amax.astype(narrow))
+        with np.errstate(over="ignore"):
+            candidate = np.float32(amax.astype(narrow))
         if not np.isfinite(candidate) or candidate == 0:
             continue
         if (top / candidate if is_divisor else candidate / top) == stored:

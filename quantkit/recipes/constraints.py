@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from quantkit.errors import QuantkitError
+from quantkit.numerics.formats import BlockFormat
 from quantkit.recipes.layer import Decision, Layer, Scheme
 
 # Measured on TensorRT-RTX 1.7 for SM120: K = 16 builds, and the engine's GEMM is bf16.
@@ -38,10 +39,19 @@ def obstacle(decision: Decision) -> str | None:
     rows, contraction = layer.shape
     for fmt in filter(None, (scheme.weight, scheme.input)):
         if not fmt.fits((rows, contraction)):
-            return f"K = {contraction} is not a multiple of {fmt.name}'s block of {fmt.block[1]}"
+            return _misfit(fmt, rows, contraction)
         if fmt.name == "nvfp4" and contraction < NVFP4_MIN_K:
             return f"K = {contraction}: TensorRT runs NVFP4 with K below {NVFP4_MIN_K} in BF16"
     return None
+
+
+def _misfit(fmt: BlockFormat, rows: int, contraction: int) -> str:
+    if 0 in (rows, contraction):
+        return f"its weight of {rows} x {contraction} is empty"
+    height, width = fmt.block
+    if height is not None and rows % height:
+        return f"N = {rows} is not a multiple of {fmt.name}'s block of {height}"
+    return f"K = {contraction} is not a multiple of {fmt.name}'s block of {width}"
 
 
 def _keep(decision: Decision, reason: str | None) -> Decision:

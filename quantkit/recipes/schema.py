@@ -94,6 +94,14 @@ class QuantizeFile(_Part):
     input: Format | None = None
     algorithm: Annotated[str, Field(min_length=1)] = "rounding"
 
+    @model_validator(mode="after")
+    def _input_is_per_token(self) -> QuantizeFile:
+        if self.input and get_format(self.input).block[0] not in (1, None):
+            raise ValueError(
+                f"{self.input} shares scales between rows, which are tokens of an input"
+            )
+        return self
+
 
 class RuleFile(_Part):
     """One item of `rules:`."""

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -53,20 +52,6 @@ def test_an_artefact_shows_its_plan_and_its_model_what_it_is_made_of(exported: P
     assert result.lines == [f"next: quantkit lint {exported / 'model.onnx'}"]
 
 
-def test_a_pipeline_shows_its_components(tmp_path: Path, bert: Path) -> None:
-    (tmp_path / "text_encoder").symlink_to(bert)
-    (tmp_path / "scheduler").mkdir()
-    index = {
-        "_class_name": "MyPipeline",
-        "scheduler": ["diffusers", "EulerDiscreteScheduler"],
-        "text_encoder": ["transformers", "BertModel"],
-    }
-    (tmp_path / "model_index.json").write_text(json.dumps(index))
-    (row,) = quantkit("inspect", tmp_path, "--json").json["content"]
-    assert (row["component"], row["class"]) == ("text_encoder", "BertModel")
-    assert row["bytes"] == 4 * row["parameters"]
-
-
 def test_the_layers_of_a_model_are_listed_by_what_recipes_match(bert: Path) -> None:
     result = quantkit("inspect", bert, "--layers", "--json")
     rows = {row["layer"]: row for row in result.json["layers"]}
@@ -90,7 +75,7 @@ def test_what_cannot_be_shown_is_one_line(tmp_path: Path, bert: Path) -> None:
     said = {
         "gone": "gone does not exist",
         "empty": "has no .safetensors file",
-        "a.npz": "is of no kind that quantkit reads; known: .onnx, .engine, .safetensors, a folder",
+        "a.npz": "is of no kind that quantkit reads; known: .onnx, .engine, .safetensors, .gguf",
         "a.engine": "not a TensorRT-RTX engine",
         "a.onnx": "not an ONNX model, or cut short",
         "a.safetensors": "not a safetensors file, or cut short",
@@ -100,3 +85,6 @@ def test_what_cannot_be_shown_is_one_line(tmp_path: Path, bert: Path) -> None:
             assert words in refusal("inspect", tmp_path / name)
     assert "name a file, or one of --layers, --recipes" in refusal("inspect")
     assert "--layers needs a model" in refusal("inspect", "--layers")
+    (tmp_path / "b.onnx").write_text("x")
+    said_of_onnx = refusal("inspect", tmp_path / "b.onnx", "--against", bert)
+    assert "--against compares checkpoints" in said_of_onnx

@@ -152,7 +152,7 @@ def test_a_quantized_folder_of_a_changed_model_is_refused(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("to", "options", "message"),
     [
-        ("gguf2", {}, "unknown target 'gguf2'; known: onnx, quantkit"),
+        ("gguf2", {}, "unknown target 'gguf2'; known: comfyui, "),
     ],
 )
 def test_a_target_that_does_not_exist_is_refused_before_the_model_is_opened(

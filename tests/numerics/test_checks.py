@@ -34,6 +34,7 @@ def test_scales_made_here_pass(name: str) -> None:
         ("fp8_channel", np.inf, "inf"),
         ("fp8_channel", 0.0, "0.0"),
         ("fp8_channel", -1.0, "-1.0"),
+        ("fp8_group", np.nan, "nan"),
     ],
 )
 def test_a_poisonous_scale_from_a_file_is_refused_by_name(
@@ -54,3 +55,11 @@ def test_a_poisonous_tensor_scale_is_refused_by_name(bad: float) -> None:
     q = replace(quantized("nvfp4"), tensor_scale=np.float32(bad))
     with pytest.raises(QuantkitError, match=r"w: the tensor scale is"):
         check_scales(q, "w")
+
+
+def test_the_scale_0_of_a_block_of_zeros_is_legal_to_read() -> None:
+    """ComfyUI and diffusers store it; ours would be 1, and a repack has to keep their byte."""
+    q = kernels.quantize(np.zeros((4, 64), np.float32), FORMATS["nvfp4"])
+    theirs = replace(q, scale=np.zeros_like(q.scale))
+    check_scales(theirs, "w")
+    assert not kernels.dequantize(theirs).any()

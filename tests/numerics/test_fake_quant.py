@@ -62,9 +62,26 @@ def test_fp8_inputs_with_a_static_scale_divide_saturate_and_round() -> None:
     assert np.abs(ours).max() == pytest.approx(4.0)
 
 
-@pytest.mark.parametrize("name", ["mxfp4", "mxfp8", "fp8", "fp8_channel", "nvfp4"])
+@pytest.mark.parametrize("columns", [1, 72, 200])
+@pytest.mark.parametrize(("name", "size"), [("fp8_channel", None), ("fp8_group", 128)])
+def test_fp8_inputs_with_dynamic_scales_have_one_a_token_or_one_per_128_elements(
+    name: str, size: int | None, columns: int
+) -> None:
+    """What vLLM and DeepSeek do to an input; the last 128 elements may be fewer."""
+    x = np.random.default_rng(2).standard_normal((2, 3, columns), np.float32)
+    x *= np.float32([1e-3, 1, 1e3])[:, None]
+    groups = np.split(x, range(size or columns, columns, size or columns), axis=-1)
+    scales = [np.abs(g).max(-1, keepdims=True) / np.float32(448) for g in groups]
+    expected = [
+        cast(g / s, ml_dtypes.float8_e4m3fn, 448) * s for g, s in zip(groups, scales, strict=True)
+    ]
+    ours = fake_quantize(torch.from_numpy(x), FORMATS[name]).numpy()
+    np.testing.assert_array_equal(ours, np.concatenate(expected, axis=-1))
+
+
+@pytest.mark.parametrize("name", FORMATS)
 def test_a_dynamic_format_gives_what_quantizing_and_dequantizing_gives(name: str) -> None:
-    x = torch.randn(32, 256, generator=torch.Generator().manual_seed(0))
+    x = torch.randn(160, 256, generator=torch.Generator().manual_seed(0))
     expected = codec.dequantize(codec.quantize(x, FORMATS[name]))
     assert torch.equal(fake_quantize(x, FORMATS[name]), expected)
 

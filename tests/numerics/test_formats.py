@@ -30,10 +30,36 @@ def test_bytes_of_a_64_by_64_layer(name: str, nbytes: int) -> None:
         ("mxfp8", (6, 4)),
         ("fp8", (1, 1)),
         ("fp8_channel", (6, 1)),
+        ("fp8_block", (1, 1)),
+        ("fp8_group", (6, 1)),
+        ("fp8_e5m2", (1, 1)),
     ],
 )
 def test_scale_shapes(name: str, expected: tuple[int, int]) -> None:
     assert FORMATS[name].scale_shape((6, 128)) == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "expected"),
+    [
+        ("fp8_block", (576, 7168), (5, 56)),
+        ("fp8_block", (128, 129), (1, 2)),
+        ("fp8_block", (1, 1), (1, 1)),
+        ("fp8_group", (3, 200), (3, 2)),
+    ],
+)
+def test_a_short_last_block_has_a_scale_too(
+    name: str, shape: tuple[int, int], expected: tuple[int, int]
+) -> None:
+    """DeepSeek-V3: kv_a_proj_with_mqa is [576, 7168], its scales [5, 56]."""
+    assert FORMATS[name].fits(shape)
+    assert FORMATS[name].scale_shape(shape) == expected
+    assert FORMATS[name].nbytes(shape) == shape[0] * shape[1] + 4 * expected[0] * expected[1]
+
+
+def test_only_the_ragged_formats_take_a_short_block() -> None:
+    blocked = [fmt for fmt in FORMATS.values() if fmt.block[1] is not None]
+    assert [fmt.name for fmt in blocked if fmt.fits((1, 129))] == ["fp8_block", "fp8_group"]
 
 
 def test_an_empty_tensor_does_not_fit() -> None:

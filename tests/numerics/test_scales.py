@@ -24,7 +24,7 @@ def test_ranges_that_float16_cannot_hold_keep_their_scale(amax: float) -> None:
     assert tensor_scale_for(amax, NVFP4) == pytest.approx(amax / 2688, rel=1e-6)
 
 
-@pytest.mark.parametrize("name", ["mxfp4", "mxfp8", "fp8", "fp8_channel"])
+@pytest.mark.parametrize("name", FORMATS.keys() - {"nvfp4"})
 def test_formats_without_a_second_level_have_no_tensor_scale(name: str) -> None:
     assert tensor_scale_for(1.0, FORMATS[name]) is None
 
@@ -32,7 +32,8 @@ def test_formats_without_a_second_level_have_no_tensor_scale(name: str) -> None:
 def test_static_input_scales() -> None:
     assert input_scale_for(4.0, NVFP4) == np.float32(4) / np.float32(2688)
     assert input_scale_for(4.0, FP8) == np.float32(4) / np.float32(448)
-    for name in ("mxfp4", "mxfp8", "fp8_channel"):
+    assert input_scale_for(4.0, FORMATS["fp8_e5m2"]) == np.float32(4) / np.float32(57344)
+    for name in ("mxfp4", "mxfp8", "fp8_channel", "fp8_group", "fp8_block"):
         assert input_scale_for(4.0, FORMATS[name]) is None
 
 

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from quantkit.errors import QuantkitError
@@ -9,6 +11,8 @@ from quantkit.recipes.layer import Decision, Scheme
 
 NVFP4 = Scheme(get_format("nvfp4"), get_format("nvfp4"))
 FP8 = Scheme(get_format("fp8_channel"), get_format("fp8"))
+BLOCK = Scheme(get_format("fp8_block"), get_format("fp8_group"))
+TALL = replace(get_format("fp8_block"), name="tall", ragged=False)
 
 
 @pytest.mark.parametrize(
@@ -21,9 +25,14 @@ FP8 = Scheme(get_format("fp8_channel"), get_format("fp8"))
         ((64, 32), NVFP4, None),
         ((1, 48), NVFP4, None),
         ((3, 7), FP8, None),
+        ((576, 7168), BLOCK, None),
+        ((200, 72), BLOCK, None),
+        ((0, 64), BLOCK, "its weight of 0 x 64 is empty"),
+        ((64, 0), FP8, "its weight of 64 x 0 is empty"),
+        ((64, 128), Scheme(TALL), "N = 64 is not a multiple of tall's block of 128"),
     ],
 )
-def test_a_k_that_does_not_fit_keeps_the_layer_with_the_reason(layer, shape, scheme, said):
+def test_a_shape_that_does_not_fit_keeps_the_layer_with_the_reason(layer, shape, scheme, said):
     reason = obstacle(Decision(layer("fc", *shape), scheme, "asked"))
     assert reason is None if said is None else said in (reason or "")
 

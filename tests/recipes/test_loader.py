@@ -8,7 +8,7 @@ from quantkit.errors import QuantkitError
 from quantkit.recipes.loader import builtin_recipes, load_recipe, parse_recipe, pick_recipe
 
 BODY = ("attn.to_q", "attn.to_k", "attn.to_v", "proj_out")
-GENERAL = ["fp8", "fp8-weight-only", "mxfp4", "mxfp8", "nvfp4", "nvfp4-weight-only"]
+GENERAL = [name for name in builtin_recipes() if not name.startswith("flux-")]
 
 
 @pytest.mark.parametrize("name", GENERAL)
@@ -50,10 +50,18 @@ def test_every_built_in_works_on_a_model_without_repeated_blocks(name, layer):
 
 @pytest.mark.parametrize("name", builtin_recipes())
 def test_every_built_in_keeps_expert_routers(name, layer):
-    model = [layer(f"model.layers.0.mlp.{x}") for x in ("gate", "gate_proj", "down_proj")]
+    """Whether the graph sees a plain matmul in them or one that picks experts."""
+    block = "model.layers.0.mlp."
+    model = [
+        layer(block + "gate"),
+        layer(block + "router", op="other"),
+        layer(block + "shared_expert_gate", 1, 64),
+        layer(block + "gate_proj"),
+        layer(block + "down_proj"),
+    ]
     plan = load_recipe(name).plan(model)
-    assert list(plan.schemes) == ["model.layers.0.mlp.gate_proj", "model.layers.0.mlp.down_proj"]
-    assert plan.kept[0].reason.startswith("expert router")
+    assert list(plan.schemes) == [block + "gate_proj", block + "down_proj"]
+    assert all(decision.reason.startswith("expert router") for decision in plan.kept)
 
 
 @pytest.mark.parametrize(
@@ -63,8 +71,13 @@ def test_every_built_in_keeps_expert_routers(name, layer):
         ("nvfp4-weight-only", "nvfp4", None),
         ("fp8", "fp8_channel", "fp8"),
         ("fp8-weight-only", "fp8_channel", None),
+        ("fp8-tensor", "fp8", "fp8"),
+        ("fp8-dynamic", "fp8_channel", "fp8_channel"),
+        ("fp8-block", "fp8_block", "fp8_group"),
         ("mxfp8", "mxfp8", "mxfp8"),
+        ("mxfp8-weight-only", "mxfp8", None),
         ("mxfp4", "mxfp4", "mxfp4"),
+        ("mxfp4-weight-only", "mxfp4", None),
         ("flux-nvfp4", "nvfp4", "nvfp4"),
         ("flux-fp8", "fp8_channel", "fp8"),
     ],

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from fractions import Fraction
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,6 +18,7 @@ from numpy.typing import NDArray
 from quantkit.models.checkpoint import TensorInfo
 from quantkit.models.quantized.layer import QuantizedLayer
 from quantkit.numerics.qtensor import QTensor
+from quantkit.recipes.layer import Layer, Scheme
 
 Pair = tuple[str, str | None]
 
@@ -38,7 +40,7 @@ class Slot:
     shape: tuple[int, ...]
     nbytes: int
     encode: Callable[[QTensor], NDArray[Any]] | None = None
-    row_bytes: int = 0
+    row_bytes: int | Fraction = 0
     load: Callable[[], NDArray[Any]] | None = None
     copy: TensorInfo | None = None
 
@@ -48,9 +50,11 @@ class Content:
     """What goes into a checkpoint.
 
     layers: quantized layers by name, in file order. plain: every other tensor, copied as it is.
-    kept: names of the linear layers that stay in high precision (without ".weight").
-    config: the model's config.json, empty when there is none. model_class: of the module, None
-    when unknown.
+    made: tensors by name that are none of both, because an `arrange` joined or reordered tensors;
+    each slot has `load`. kept: names of the linear layers that stay in high precision (without
+    ".weight"). config: the model's config.json, empty when there is none. model_class: of the
+    module, None when unknown. metadata: `__metadata__` of the source's files (some targets carry
+    it on: ComfyUI reads a model's configuration from it).
     """
 
     layers: Mapping[str, QuantizedLayer]
@@ -58,6 +62,8 @@ class Content:
     kept: Sequence[str] = ()
     config: Mapping[str, Any] = field(default_factory=dict)
     model_class: str | None = None
+    made: Mapping[str, Slot] = field(default_factory=dict)
+    metadata: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +87,8 @@ class Target:
     `--fp8` mean here where it is not `nvfp4` and `fp8`. file: name of its single file, None
     when it keeps the shards of the source. slots: the tensors of one layer, in file order.
     describe: configuration and metadata. arrange: changes names or merges layers before anything
-    is laid out (raises QuantkitError for a model it cannot say). keep: a tensor that stays, as
+    is laid out (raises QuantkitError for a model it cannot say). obstacle: why a layer must stay in
+    high precision here, None when it need not. keep: a tensor that stays, as
     slots. write_header: the container. side_files: whether tokenizer and the like come along.
     """
 
@@ -94,6 +101,7 @@ class Target:
     write_header: WriteHeader
     keep: Callable[[TensorInfo], list[Slot]]
     arrange: Callable[[Content], Content] | None = None
+    obstacle: Callable[[Layer, Scheme], str | None] | None = None
     recipes: Mapping[str, str] = field(default_factory=dict)
     file: str | None = None
     side_files: bool = True

@@ -146,9 +146,17 @@ def choose_opset(dialect: str, schemes: Iterable[Scheme], asked: int | None = No
 
     Raises QuantkitError when `asked` cannot.
     """
-    formats = {
-        fmt.name for scheme in schemes for fmt in (scheme.weight, scheme.input) if fmt is not None
-    }
+    formats: set[str] = set()
+    inputs = get_dialect(dialect).inputs
+    for scheme in schemes:
+        formats.add(scheme.weight.name)
+        if scheme.input is not None and scheme.input.name not in inputs:
+            raise QuantkitError(
+                f"the ONNX dialect {dialect!r} cannot quantize an input to {scheme.input.name}; it "
+                f"knows {', '.join(sorted(inputs))}. Choose a recipe with one of these, or --to a "
+                "checkpoint"
+            )
+        formats |= {scheme.input.name} if scheme.input is not None else set()
     smallest = get_dialect(dialect).minimum_opset(formats)
     if asked is None:
         return smallest

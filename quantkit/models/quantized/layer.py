@@ -33,6 +33,7 @@ class QuantizedLayer:
     input_scale: static scale of the input, the multiplier as `input_scale_for` defines it (NVFP4
     amax / 2688, FP8 amax / 448); None when there is none.
     keys: the tensors of the source checkpoint that the layer is made of.
+    whole: any rows cost as much as all of them, so they should be asked for at once.
     """
 
     name: str
@@ -43,6 +44,7 @@ class QuantizedLayer:
     tensor_scale: TensorScale | None = None
     input_scale: TensorScale | None = None
     keys: tuple[str, ...] = ()
+    whole: bool = False
 
     @property
     def scheme(self) -> tuple[str, str | None]:

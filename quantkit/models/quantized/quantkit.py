@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 
 from quantkit.errors import QuantkitError
-from quantkit.models.checkpoint import DTYPES, Checkpoint
+from quantkit.models.checkpoint import Checkpoint
 from quantkit.numerics.checks import check_scales
 from quantkit.numerics.formats import BlockFormat
 from quantkit.numerics.qtensor import QTensor
@@ -26,18 +26,25 @@ def read_qtensor(
     Raises QuantkitError when a tensor is missing, is not what `stored_parts` says, or holds an
     illegal scale.
     """
-    arrays = {}
-    for suffix, (dtype, wanted) in stored_parts(fmt, shape).items():
-        array = arrays[suffix] = checkpoint.read(layer + suffix)
-        if array.shape != wanted or array.dtype != DTYPES[dtype]:
-            raise QuantkitError(
-                f"{checkpoint.path}: {layer}{suffix} is {array.dtype} {array.shape}; {fmt.name} of "
-                f"a {shape} weight has {DTYPES[dtype]} {wanted}; quantize the model again"
-            )
+    check_parts(checkpoint, layer, fmt, shape)
+    arrays = {suffix: checkpoint.read(layer + suffix) for suffix in stored_parts(fmt, shape)}
     second = np.float32(arrays[TENSOR_SCALE]) if fmt.tensor_scale else None
     quantized = QTensor(fmt, shape, arrays[DATA], arrays[SCALE], second)
     check_scales(quantized, layer)
     return quantized
+
+
+def check_parts(
+    checkpoint: Checkpoint, layer: str, fmt: BlockFormat, shape: tuple[int, int]
+) -> None:
+    """QuantkitError when a tensor of a layer is missing or is not what `stored_parts` says."""
+    for suffix, (dtype, wanted) in stored_parts(fmt, shape).items():
+        info = checkpoint.info(layer + suffix)
+        if (info.dtype, info.shape) != (dtype, wanted):
+            raise QuantkitError(
+                f"{checkpoint.path}: {layer}{suffix} is {info.dtype} {info.shape}; {fmt.name} of "
+                f"a {shape} weight has {dtype} {wanted}; quantize the model again"
+            )
 
 
 def stored_parts(

@@ -1,7 +1,8 @@
 """Tensor scales kept beside a layout that stores only one of multiplier and divisor.
 
-Where the stored one does not determine the other, the pair goes into the safetensors metadata as
-`quantkit.tensor_scales`, so that a repack there and back gives the bytes it began with.
+Where the stored one does not determine the other, or an input scale has no place of its own, both
+go into the safetensors metadata as `quantkit.tensor_scales`, so that a repack there and back gives
+the bytes it began with.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import numpy as np
 
 from quantkit.errors import QuantkitError
 from quantkit.models.quantized.layer import QuantizedLayer, input_limit, tensor_limit
+from quantkit.numerics.formats import BlockFormat
 from quantkit.numerics.scales import TensorScale
 
 KEY = "quantkit.tensor_scales"
@@ -21,17 +23,23 @@ WEIGHT, INPUT = "weight", "input"
 Scales = dict[tuple[str, str], TensorScale]
 
 
-def write_record(layers: Iterable[QuantizedLayer], *, divisor: bool) -> dict[str, str]:
+def write_record(
+    layers: Iterable[QuantizedLayer], *, divisor: bool, holds_inputs: bool = True
+) -> dict[str, str]:
     """Metadata for what the file's own scales do not determine; empty when they all do.
 
     divisor: whether the layout stores divisors (compressed-tensors) or multipliers (all others).
+    holds_inputs: whether it stores input scales at all; where not, all of them are recorded.
     """
     rows: dict[str, list[float]] = {}
     for layer in layers:
         for kind, scale, limit in _scales(layer):
+            if kind == INPUT and holds_inputs and not _is_second(layer.input):
+                continue  # an FP8 input scale is a multiplier in every layout
             stored = scale.divisor if divisor else scale.multiplier
             make = TensorScale.from_divisor if divisor else TensorScale.from_multiplier
-            if make(stored, limit) != scale:
+            unsaid = kind == INPUT and not holds_inputs
+            if unsaid or make(stored, limit) != scale:
                 rows[f"{layer.name}.{kind}"] = [float(scale.multiplier), float(scale.divisor)]
     return {KEY: json.dumps(rows)} if rows else {}
 
@@ -72,8 +80,12 @@ def resolve_scale(
     return make(stored, limit)
 
 
+def _is_second(fmt: BlockFormat | None) -> bool:
+    return fmt is not None and fmt.tensor_scale
+
+
 def _scales(layer: QuantizedLayer) -> Iterable[tuple[str, TensorScale, float]]:
     if layer.tensor_scale is not None:
         yield WEIGHT, layer.tensor_scale, tensor_limit(layer.weight)
-    if layer.input_scale is not None and layer.input is not None and layer.input.tensor_scale:
+    if layer.input_scale is not None and layer.input is not None:
         yield INPUT, layer.input_scale, input_limit(layer.input)

@@ -51,6 +51,7 @@ def fill(target: Target, content: Content, folder: Path, file: str = "model.safe
         owner += [(slot, layer) for slot in target.slots(layer)]
     for info in content.plain.values():
         owner += [(slot, None) for slot in target.keep(info)]
+    owner += [(slot, None) for slot in content.made.values()]
     description = target.describe(content)
     path = folder / (target.file or file)
     starts = target.write_header(path, [slot for slot, _ in owner], description)

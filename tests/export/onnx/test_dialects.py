@@ -13,8 +13,10 @@ from onnx.reference import ReferenceEvaluator
 from quantkit.engines.lower import lower
 from quantkit.engines.onnxruntime import Session
 from quantkit.errors import QuantkitError
+from quantkit.export.onnx import choose_opset
 from quantkit.export.onnx.dialects import DIALECTS, get_dialect
 from quantkit.numerics.formats import FORMATS
+from quantkit.recipes.recipe import Scheme
 from tests.export.modules import MLP
 from tests.export.toys import SCHEMES, Toy, make_toy, relative_l2
 
@@ -49,10 +51,20 @@ def test_the_standard_dialect_runs_as_it_is_in_the_reference_evaluator(
 
 @pytest.mark.parametrize("dialect", DIALECTS)
 def test_every_format_has_a_spelling(dialect: str) -> None:
+    """Blocks of 128 and E5M2 are for checkpoints; TensorRT has no GEMM for them."""
     table = get_dialect(dialect)
-    assert table.weights.keys() == FORMATS.keys() == table.opset.keys()
+    said = FORMATS.keys() - {"fp8_block", "fp8_group", "fp8_e5m2"}
+    assert table.weights.keys() == said == table.opset.keys()
     # FP8 per row is for weights; an input has one static scale.
-    assert table.inputs.keys() == FORMATS.keys() - {"fp8_channel"}
+    assert table.inputs.keys() == said - {"fp8_channel"}
+
+
+@pytest.mark.parametrize("dialect", DIALECTS)
+def test_an_input_format_without_a_spelling_is_refused_by_name(dialect: str) -> None:
+    for name in ("fp8_channel", "fp8_group"):
+        scheme = Scheme(FORMATS["fp8_channel"], FORMATS[name])
+        with pytest.raises(QuantkitError, match=f"cannot quantize an input to {name}"):
+            choose_opset(dialect, [scheme])
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)

@@ -1,0 +1,286 @@
+"""Draft: what an export to a checkpoint will write, from headers alone.
+
+A float checkpoint is planned by a recipe; a quantized one keeps its formats and only changes their
+spelling, so there is nothing to choose. Quantizing a quantized weight again would round twice and
+is refused.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from quantkit.errors import QuantkitError
+from quantkit.export.checkpoint.target import Slot, Target
+from quantkit.manifest import content_key
+from quantkit.models.checkpoint import DTYPES, Checkpoint, TensorInfo
+from quantkit.models.headers import Place, describe_headers, read_place
+from quantkit.models.locate import Located
+from quantkit.models.quantized.layer import QuantizedLayer
+from quantkit.recipes.layer import Decision, Layer, Scheme
+from quantkit.recipes.loader import load_recipe, pick_recipe
+from quantkit.recipes.plan import FLOATS, Plan
+from quantkit.recipes.recipe import Recipe
+
+BFL_FLUX = "double_blocks.0.img_attn.qkv.weight"
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """An export that is decided and not begun.
+
+    plan: what each weight becomes. recipe: the `recipe` entry of quantkit.json. plain: tensors that
+    belong to no quantized layer. stored: the quantized layers of a quantized source; empty for a
+    float one. places: where the rows of a float layer are. made: biases cut out of a stack, with
+    their layers. layout: of the source. warnings: lines
+    for the user.
+    """
+
+    located: Located
+    target: Target
+    checkpoint: Checkpoint
+    layout: str
+    plan: Plan
+    recipe: Mapping[str, Any]
+    plain: Mapping[str, TensorInfo]
+    stored: Mapping[str, QuantizedLayer]
+    places: Mapping[str, Place] = field(default_factory=dict)
+    made: Mapping[str, Slot] = field(default_factory=dict)
+    warnings: tuple[str, ...] = ()
+
+
+def draft_float(
+    located: Located,
+    checkpoint: Checkpoint,
+    target: Target,
+    *,
+    recipe: str | None = None,
+    short: str | None = None,
+) -> Draft:
+    """Plan a float checkpoint by a recipe.
+
+    recipe: name or file; short: "fp4" or "fp8", the recipe that suits the model's class and the
+    target; exactly one of the two. Raises QuantkitError when the target cannot hold what the recipe
+    asks for, with what it can hold.
+    """
+    if (recipe is None) == (short is None):
+        raise QuantkitError("say what to make: one of --fp4, --fp8 or --recipe NAME|FILE")
+    named = located.model_class or _guess_class(checkpoint)
+    headers = describe_headers(checkpoint.infos, located.config, named)
+    chosen, picked, plan = _choose(headers.layers, named, target, recipe, short)
+    _check_held(plan, target)
+    _check_float(plan, located)
+    consumed = {headers.places[name].key for name in plan.schemes}
+    biases = {name: place for name, place in headers.biases.items() if name in plan.schemes}
+    consumed |= {place.key for place in biases.values()}
+    return Draft(
+        located=located,
+        target=target,
+        checkpoint=checkpoint,
+        layout="float",
+        plan=plan,
+        recipe=describe_recipe(chosen, picked, plan),
+        plain={k: info for k, info in checkpoint.infos.items() if k not in consumed},
+        stored={},
+        places=headers.places,
+        made={f"{name}.bias": _cut_bias(checkpoint, name, place) for name, place in biases.items()},
+        warnings=tuple(plan.warnings()),
+    )
+
+
+def _cut_bias(checkpoint: Checkpoint, name: str, place: Place) -> Slot:
+    info = checkpoint.info(place.key)
+    size = len(range(*(place.columns or (0, info.shape[-1], 1))))
+    return Slot(
+        f"{name}.bias",
+        info.dtype,
+        (size,),
+        size * DTYPES[info.dtype].itemsize,
+        load=lambda: read_place(checkpoint, place, 0, 1).reshape(-1),
+    )
+
+
+def _choose(
+    layers: Sequence[Layer],
+    model_class: str | None,
+    target: Target,
+    recipe: str | None,
+    short: str | None,
+) -> tuple[Recipe, str, Plan]:
+    if recipe is not None:
+        chosen, picked = load_recipe(recipe), f"recipe {recipe}"
+        return chosen, picked, _plan(chosen, layers, target)
+    assert short is not None
+    chosen, picked = pick_recipe(short, model_class or "")
+    plan = _plan(chosen, layers, target)
+    if _strange_pairs(plan, target) and short in target.recipes:
+        chosen = load_recipe(target.recipes[short])
+        picked = f"--{short} picked {chosen.name}, which {target.name} can hold"
+        plan = _plan(chosen, layers, target)
+    return chosen, picked, plan
+
+
+def _plan(recipe: Recipe, layers: Sequence[Layer], target: Target) -> Plan:
+    """The recipe's plan, without what the target or a stack of experts cannot have."""
+    plan = recipe.plan(layers)
+    decisions = [_settle(decision, target.obstacle) for decision in plan.decisions]
+    stacked = {weight for weight, count in _count_weights(plan).items() if count > 1}
+    kept = {
+        d.layer.weight.rpartition(".")[0]: d
+        for d in decisions
+        if d.scheme is None and d.layer.weight in stacked
+    }
+    settled = [
+        replace(d, scheme=None, reason=f"its stack of experts also holds {other.layer.name}, kept")
+        if d.scheme is not None
+        and d.layer.weight in stacked
+        and (other := kept.get(d.layer.weight.rpartition(".")[0])) is not None
+        else d
+        for d in decisions
+    ]
+    return replace(plan, decisions=tuple(settled)).checked()
+
+
+def _count_weights(plan: Plan) -> Counter[str]:
+    return Counter(decision.layer.weight for decision in plan.decisions)
+
+
+def _guess_class(checkpoint: Checkpoint) -> str | None:
+    """The class whose recipes suit a file without config.json; only FLUX.1's names are known."""
+    flux = any(name.endswith(BFL_FLUX) for name in checkpoint.infos)
+    return "FluxTransformer2DModel" if flux else None
+
+
+def _check_float(plan: Plan, located: Located) -> None:
+    for decision in plan.quantized:
+        if decision.layer.dtype not in FLOATS:
+            raise QuantkitError(
+                f"{located.spec}: {decision.layer.weight} is {decision.layer.dtype}, no scales; "
+                "what it was before is lost, and quantizing it would round twice. Start from the "
+                "original"
+            )
+
+
+def _settle(decision: Decision, obstacle: Callable[[Layer, Scheme], str | None] | None) -> Decision:
+    if decision.scheme is None or obstacle is None:
+        return decision
+    reason = obstacle(decision.layer, decision.scheme)
+    return decision if reason is None else replace(decision, scheme=None, reason=reason)
+
+
+def describe_recipe(recipe: Recipe, picked: str, plan: Plan) -> dict[str, Any]:
+    """The `recipe` entry of quantkit.json; a recipe is pinned by the content it has now."""
+    from pathlib import Path
+
+    return {
+        "name": recipe.name,
+        "source": picked,
+        "file": recipe.file,
+        "content_key": content_key(Path(recipe.file)) if recipe.file else None,
+        "unmatched_optional": list(plan.unmatched_optional),
+    }
+
+
+def draft_repack(
+    located: Located,
+    checkpoint: Checkpoint,
+    target: Target,
+    layout: str,
+    layers: Mapping[str, QuantizedLayer],
+    plain: Mapping[str, TensorInfo],
+    *,
+    choices: Sequence[object] = (),
+) -> Draft:
+    """Spell a quantized checkpoint another way, every code and scale as it is.
+
+    choices: what the user asked for that only quantizing could do. Raises QuantkitError when there
+    is such a choice, and for layers that the target cannot hold.
+    """
+    counts = Counter(layer.weight.name for layer in layers.values())
+    listed = ", ".join(f"{count} x {name}" for name, count in counts.most_common())
+    if any(choice is not None for choice in choices):
+        raise QuantkitError(
+            f"{located.spec} is quantized already ({layout}: {listed}); quantizing it again would "
+            "round twice. Leave out --fp4, --fp8, --recipe and --lora to repack it, or start from "
+            "the original"
+        )
+    decisions = [
+        Decision(
+            Layer(
+                name=layer.name,
+                weight=layer.keys[0] if layer.keys else layer.name,
+                type="Linear",
+                op="linear",
+                shape=layer.shape,
+                group=layer.name,
+            ),
+            Scheme(layer.weight, layer.input),
+            f"as in the source ({layout})",
+        )
+        for layer in layers.values()
+    ]
+    kept = [
+        Decision(
+            Layer(
+                name=name.removesuffix(".weight"),
+                weight=name,
+                type="Parameter",
+                op="other",
+                shape=info.shape,
+                dtype=info.dtype,
+            ),
+            None,
+            "in high precision in the source",
+        )
+        for name, info in plain.items()
+        if len(info.shape) >= 2
+    ]
+    plan = Plan(f"as in {layout}", (*decisions, *kept))
+    _check_held(plan, target)
+    for decision in decisions:
+        assert decision.scheme is not None
+        if target.obstacle and (reason := target.obstacle(decision.layer, decision.scheme)):
+            raise QuantkitError(
+                f"{decision.layer.name} cannot be written as {target.name}: {reason}"
+            )
+    source = f"repacked from {layout}: {listed}"
+    recipe = {"name": plan.recipe, "source": source, "file": None, "content_key": None}
+    return Draft(
+        located=located,
+        target=target,
+        checkpoint=checkpoint,
+        layout=layout,
+        plan=plan,
+        recipe={**recipe, "unmatched_optional": []},
+        plain=plain,
+        stored=layers,
+    )
+
+
+def _strange_pairs(plan: Plan, target: Target) -> dict[tuple[str, str | None], list[str]]:
+    """Scheme -> layers that have it, for every scheme that the target cannot hold."""
+    strange: dict[tuple[str, str | None], list[str]] = {}
+    for name, scheme in plan.schemes.items():
+        pair = scheme.weight.name, None if scheme.input is None else scheme.input.name
+        if pair not in target.holds:
+            strange.setdefault(pair, []).append(name)
+    return strange
+
+
+def _check_held(plan: Plan, target: Target) -> None:
+    strange = _strange_pairs(plan, target)
+    if strange:
+        pair, names = next(iter(strange.items()))
+        held = ", ".join(sorted(spell_pair(held) for held in target.holds))
+        raise QuantkitError(
+            f"{target.name} cannot hold {spell_pair(pair)} ({len(names)} layers, such as "
+            f"{names[0]}); it holds {held}. Choose such a recipe, or another --to"
+        )
+
+
+def spell_pair(pair: tuple[str, str | None]) -> str:
+    """A scheme for people: "nvfp4 x nvfp4", "fp8 (weight only)"."""
+    weight, entry = pair
+    return f"{weight} (weight only)" if entry is None else f"{weight} x {entry}"

@@ -1,0 +1,59 @@
+"""What is learned of each layer while its rows are made: today, how much of it vanished (case C03).
+
+Chunks arrive from any thread in any order; sums are over chunks sorted by row, so they do not
+depend on it. A layer's figures go into the journal with the layer, for a run that is resumed.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from numpy.typing import NDArray
+
+from quantkit.metrics import flushed_to_zero
+from quantkit.numerics.qtensor import QTensor
+from quantkit.recipes.plan import Plan
+from quantkit.weights import FLUSHED_LIMIT
+
+
+class Flushed:
+    """Share of each layer's nonzero weights that became 0 because larger ones took the range."""
+
+    def __init__(self, plan: Plan) -> None:
+        self._rows = {d.layer.name: d.layer.shape[0] for d in plan.quantized}
+        self._lost: dict[str, dict[int, float]] = {}
+        self._shares: dict[str, float] = {}
+        self._lock = threading.Lock()
+
+    def __call__(self, name: str, start: int, before: NDArray[Any], after: QTensor) -> None:
+        """Take in rows [start, ...) of a layer."""
+        share = flushed_to_zero(before, after)
+        if share:
+            with self._lock:
+                self._lost.setdefault(name, {})[start] = share * len(before)
+
+    def note(self, names: Iterable[str]) -> dict[str, float] | None:
+        """What the journal keeps of finished layers; None when nothing vanished."""
+        found = {}
+        for name in names:
+            lost = self._lost.pop(name, None)
+            if lost is not None:
+                found[name] = sum(lost[start] for start in sorted(lost)) / self._rows[name]
+        self._shares |= found
+        return found or None
+
+    def restore(self, notes: Iterable[Mapping[str, float] | None]) -> None:
+        """Take over what an interrupted run noted."""
+        for note in notes:
+            self._shares |= note or {}
+
+    def warnings(self) -> list[str]:
+        """A line for every layer that lost too much."""
+        return [
+            f"{name}: {share:.1%} of the nonzero weights become 0 because a few large weights take "
+            "the range; keep the layer in high precision"
+            for name, share in sorted(self._shares.items())
+            if share > FLUSHED_LIMIT
+        ]
