@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,8 @@ from quantkit.calibrate.stream import borrowed_weights
 from quantkit.errors import QuantkitError
 from quantkit.manifest import Manifest, content_key, read_json, write_json
 from quantkit.models.checkpoint import Checkpoint
+from quantkit.models.lora.file import LoraSpec, describe_loras, open_lora, parse_lora
+from quantkit.models.lora.source import merge_loras
 from quantkit.models.model_source import Source
 from quantkit.models.quantized import quantkit as quantized_layout
 from quantkit.models.source import open_model
@@ -88,12 +90,14 @@ def plan_model(
     recipe: str | None = None,
     short: str | None = None,
     compute_dtype: str = "auto",
+    loras: Sequence[str] = (),
 ) -> Planned:
     """Open and trace a model and decide every layer.
 
     model: see `open_model`. recipe: name or file; short: "fp4" or "fp8", the recipe that suits the
     model's class; exactly one of the two. compute_dtype: "auto" (the checkpoint's), "fp32", "fp16"
-    or "bf16". Raises QuantkitError for anything the user can fix.
+    or "bf16". loras: FILE[:SCALE] each, merged into the weights in float32.
+    Raises QuantkitError for anything the user can fix.
     """
     if (recipe is None) == (short is None):
         raise QuantkitError("say what to make: one of --fp4, --fp8 or --recipe NAME|FILE")
@@ -105,6 +109,10 @@ def plan_model(
         assert short is not None
         chosen, picked = pick_recipe(short, source.model_class)
     traced = trace(source, dtype)
+    if loras:
+        opened = [open_lora(parse_lora(spec)) for spec in loras]
+        transposed = {layer.weight for layer in traced.layers if layer.transposed}
+        traced = replace(traced, source=merge_loras(source, opened, transposed=transposed))
     plan = chosen.plan(traced.layers)
     _check_algorithms(plan)
     return Planned(traced, plan, describe_recipe(chosen, picked, plan))
@@ -260,6 +268,10 @@ def open_recorded(manifest: Manifest, folder: Path, model: str | None = None) ->
             f"{error} ({folder} was made from {manifest.model['spec']}; if it moved, say where it "
             "is with --model)"
         ) from None
+    if manifest.model.get("loras"):
+        recorded = [LoraSpec(Path(row["path"]), row["scale"]) for row in manifest.model["loras"]]
+        transposed = {row["weight"] for row in manifest.plan if row["transposed"]}
+        source = merge_loras(source, [open_lora(lora) for lora in recorded], transposed=transposed)
     if source.content_key() != manifest.model["content_key"]:
         raise QuantkitError(
             f"{source.spec} is not the model that {folder} was made from (its content changed); "
@@ -369,6 +381,7 @@ def describe_model(source: Source) -> dict[str, Any]:
         "dtype": source.dtype,
         "parameters": source.parameters,
         "content_key": source.content_key(),
+        **describe_loras(source.loras),
     }
 
 

@@ -58,6 +58,7 @@ def export(
         ),
     ] = None,
     compute_dtype: opt.ComputeDtypeOption = opt.ComputeDtype.auto,
+    lora: opt.Loras = None,
     calibration: opt.CalibrationData = None,
     limit: opt.Limit = None,
     device: opt.Device = "cpu",
@@ -116,7 +117,8 @@ def export(
 
         refuse(f"--to {to}", dialect=dialect, opset=opset, compute_dtype=_chosen(compute_dtype))
         export_checkpoint(
-            console, model, to.value, output, recipe=recipe, short=short, stats=stats,
+            console, model, to.value, output, recipe=recipe, short=short, loras=lora or (),
+            stats=stats,
             calibration=calibration, limit=limit, device=device, data_free=data_free,
             original=original, resume=resume, threads=threads, dry_run=dry_run,
             overwrite=overwrite,
@@ -129,7 +131,7 @@ def export(
     if dry_run:
         from quantkit.cli.show_plan import show_plan
 
-        show_plan(console, model, recipe, short, compute_dtype)
+        show_plan(console, model, recipe, short, compute_dtype, lora or ())
         suggest_run(console, "export", model, recipe, short, output)
         return
     folder = require_output(output)
@@ -141,6 +143,7 @@ def export(
         to=to,
         recipe=recipe,
         short=short,
+        loras=lora or (),
         compute_dtype=compute_dtype,
         options={"dialect": (dialect or DialectName.tensorrt).value, "opset": opset},
         calibration=calibration,

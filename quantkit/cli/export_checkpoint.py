@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -19,6 +20,7 @@ def export_checkpoint(
     *,
     recipe: str | None,
     short: str | None,
+    loras: Sequence[str],
     stats: Path | None,
     calibration: str | None,
     limit: int | None,
@@ -40,7 +42,7 @@ def export_checkpoint(
         raise QuantkitError(f"{' and '.join(given)} exclude each other: give one")
     if output is None and not dry_run:
         raise QuantkitError("say where to write: -o FOLDER (or --dry-run to see the plan only)")
-    draft = draft_export(model, to, recipe=recipe, short=short, original=original)
+    draft = draft_export(model, to, recipe=recipe, short=short, original=original, loras=loras)
     if dry_run:
         console.say(str(draft.recipe["source"]))
         for warning in draft.warnings:

@@ -86,6 +86,17 @@ Overwrite = Annotated[
 ]
 
 
+Loras = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--lora",
+        metavar="FILE[:SCALE]",
+        help="Merge a LoRA (peft, diffusers or kohya) before quantizing; may be given again.",
+        show_default=False,
+    ),
+]
+
+
 class ComputeDtype(StrEnum):
     """What the operators between the quantized matmuls compute in."""
 

@@ -16,6 +16,7 @@ def quantize(
     fp8: opt.Fp8 = False,
     recipe: opt.RecipeName = None,
     compute_dtype: opt.ComputeDtypeOption = opt.ComputeDtype.auto,
+    lora: opt.Loras = None,
     calibration: opt.CalibrationData = None,
     limit: opt.Limit = None,
     device: opt.Device = "cpu",
@@ -35,7 +36,7 @@ def quantize(
     if dry_run:
         from quantkit.cli.show_plan import show_plan
 
-        show_plan(console, model, recipe, short, compute_dtype)
+        show_plan(console, model, recipe, short, compute_dtype, lora or ())
         suggest_run(console, "quantize", model, recipe, short, output)
         return
     folder = require_output(output)
@@ -48,6 +49,7 @@ def quantize(
         to="quantkit",
         recipe=recipe,
         short=short,
+        loras=lora or (),
         compute_dtype=compute_dtype,
         calibration=calibration,
         limit=limit,

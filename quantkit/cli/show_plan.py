@@ -15,7 +15,12 @@ from quantkit.manifest import Manifest
 
 
 def show_plan(
-    console: Console, model: str, recipe: str | None, short: str | None, compute_dtype: str
+    console: Console,
+    model: str,
+    recipe: str | None,
+    short: str | None,
+    compute_dtype: str,
+    loras: Sequence[str] = (),
 ) -> None:
     """Plan a model from headers alone and print what each layer would become.
 
@@ -27,7 +32,9 @@ def show_plan(
     from quantkit.prepare import estimate_peak_memory, kept_dtype, plan_model
 
     with console.progress("Reading the model"):
-        planned = plan_model(model, recipe=recipe, short=short, compute_dtype=compute_dtype)
+        planned = plan_model(
+            model, recipe=recipe, short=short, compute_dtype=compute_dtype, loras=loras
+        )
     console.say(
         f"{planned.picked}; {planned.source.model_class}, {planned.source.task or 'no known task'}"
     )

@@ -51,6 +51,7 @@ def export_model(
     to: str = "onnx",
     recipe: str | None = None,
     short: str | None = None,
+    loras: Sequence[str] = (),
     compute_dtype: str = "auto",
     options: Mapping[str, Any] | None = None,
     calibration: str | Iterable[Mapping[str, Tensor]] | None = None,
@@ -67,7 +68,8 @@ def export_model(
         no calibration. output: a folder, new or empty unless `overwrite`.
     to: a row of TARGETS or of CHECKPOINT_TARGETS. options: what its function takes beside; for a
         checkpoint `stats` and `data_free` (see `InputScales`), and `compute_dtype` is not used.
-    recipe, short, compute_dtype: see `plan_model`. calibration, limit, device: see `prepare`.
+    recipe, short, loras, compute_dtype: see `plan_model`.
+    calibration, limit, device: see `prepare`.
     original: for a quantized folder, where its model lies now, by default where it lay then.
     command: what to record as the command that made the folder.
     Returns the manifest, which is also `output`/quantkit.json.
@@ -77,7 +79,9 @@ def export_model(
     if to in CHECKPOINT_TARGETS:
         if isinstance(model, Source):
             raise QuantkitError(f"--to {to} starts from files: name the model's folder")
-        draft = draft_export(str(model), to, recipe=recipe, short=short, original=original)
+        draft = draft_export(
+            str(model), to, recipe=recipe, short=short, original=original, loras=loras
+        )
         inputs = InputScales(data=calibration, limit=limit, device=device)
         return write_draft(
             draft, out, inputs=replace(inputs, **(options or {})), overwrite=overwrite,
@@ -92,7 +96,7 @@ def export_model(
         check_apart(out, path)
     if path is not None and is_quantized_folder(path):
         chosen = None if compute_dtype == "auto" else compute_dtype
-        check_choices(path, recipe or short or chosen, calibration)
+        check_choices(path, recipe or short or chosen or list(loras) or None, calibration)
         with progress("Reading the model"):
             prepared = reopen(path, original)
             traced, plan = prepared.planned.traced, prepared.planned.plan
@@ -103,7 +107,9 @@ def export_model(
                 f"--model is for folders that `quantkit quantize` wrote, and {model} is none"
             )
         with progress("Reading the model"):
-            planned = plan_model(model, recipe=recipe, short=short, compute_dtype=compute_dtype)
+            planned = plan_model(
+                model, recipe=recipe, short=short, compute_dtype=compute_dtype, loras=loras
+            )
             finish = TARGETS[to](planned.traced, planned.plan, **(options or {}))
         prepared = prepare(
             planned, calibration=calibration, limit=limit, device=device, progress=progress

@@ -129,3 +129,6 @@ def read_bytes(info: TensorInfo, start: int, into: memoryview) -> None:
                     "use."
                 )
             done += count
+    if info.edit is not None:
+        values = np.frombuffer(into, DTYPES[info.dtype])
+        values[...] = info.edit(start // values.itemsize, values).astype(values.dtype)

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from quantkit.errors import QuantkitError
 from quantkit.models.calls import Convention
 from quantkit.models.examples import Example
+from quantkit.models.lora.file import Lora
 from quantkit.models.skeleton import persistent_buffers, replace_state
 from quantkit.models.tensors import to_torch
 
@@ -43,7 +44,7 @@ class Source:
     tied ones counted once. state: all that `read_weight` can read, in the module's order; tied
     parameters under each of their names. convention: how the module is called. notes: what a user
     should know of how the model was opened. keys: name in `state` -> tensor of the checkpoint that
-    it is read from; empty when the weights are not streamed from one.
+    it is read from; empty when the weights are not streamed from one. loras: what `read` merges.
     """
 
     spec: str
@@ -61,6 +62,7 @@ class Source:
     read: Callable[[str], NDArray[Any]]
     digest: Callable[[], str]
     keys: Mapping[str, str] = field(default_factory=dict)
+    loras: tuple[Lora, ...] = ()
 
     @property
     def torch_dtype(self) -> torch.dtype:

@@ -12,7 +12,9 @@ from __future__ import annotations
 
 import pickle
 import re
+import struct
 import zipfile
+import zlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -45,6 +47,18 @@ FAILURES = (
     OverflowError,
     MemoryError,
 )
+ZIP_START = b"PK\x03\x04"
+# What `zipfile` makes of one: it checks a checksum, and not what it decodes.
+BAD_ARCHIVE = (
+    zipfile.BadZipFile,
+    zlib.error,
+    struct.error,
+    EOFError,
+    OSError,
+    ValueError,
+    RuntimeError,
+    OverflowError,
+)
 
 
 def open_pickle(path: Path) -> Checkpoint:
@@ -65,7 +79,9 @@ def open_pickle(path: Path) -> Checkpoint:
 def read_pickle(file: Path) -> dict[str, TensorInfo]:
     """The tensors of one file of torch.save, as places in it."""
     check_regular(file)
-    if not zipfile.is_zipfile(file):
+    with file.open("rb") as stream:
+        start = stream.read(4)
+    if start != ZIP_START:
         raise QuantkitError(
             f"{file} is not in the format of torch.save since PyTorch 1.6 (a zip archive). Load "
             "and save it again with a PyTorch that you trust it with, as safetensors."
@@ -118,7 +134,7 @@ def _find_records(file: Path) -> dict[int, int]:
                 )
                 if entry.compress_type == zipfile.ZIP_STORED:
                     records[start] = entry.file_size
-    except (zipfile.BadZipFile, EOFError, OSError, NotImplementedError, RuntimeError) as error:
+    except BAD_ARCHIVE as error:
         raise QuantkitError(f"{file}: damaged archive ({error}). Download it again.") from error
     return records
 

@@ -8,13 +8,14 @@ errors name neither file nor tensor, and it lets through names that no terminal 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeGuard
 
 import ml_dtypes
 import numpy as np
+from numpy.typing import NDArray
 
 from quantkit.errors import QuantkitError
 from quantkit.models.strict_json import check_regular, parse_json, show
@@ -74,6 +75,8 @@ class TensorInfo:
 
     dtype: safetensors spelling, a key of DTYPES; another container may have spellings of its own.
     offset: first byte, counted from the start of the file. nbytes: length in bytes.
+    edit: (first element, values as stored) -> the values that readers get instead, in any float
+    dtype; None for what is read as it is.
     """
 
     name: str
@@ -82,6 +85,7 @@ class TensorInfo:
     file: Path
     offset: int
     nbytes: int
+    edit: Callable[[int, NDArray[Any]], NDArray[Any]] | None = None
 
 
 def read_header(file: Path) -> dict[str, TensorInfo]:

@@ -137,12 +137,7 @@ def test_bytes_that_are_not_where_the_archive_says_are_refused(tmp_path: Path) -
         open_pickle(big)
 
 
-@settings(max_examples=60, deadline=5000)
-@given(data=st.data())
-def test_any_damage_is_one_error_or_the_same_tensors(
-    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
-) -> None:
-    folder = tmp_path_factory.getbasetemp()
+def check_damage(folder: Path, data: st.DataObject) -> None:
     state = {"a": torch.arange(6.0).reshape(2, 3), "b": torch.ones(4, dtype=torch.bfloat16)}
     torch.save(state, folder / "sound.pt")
     content = bytearray((folder / "sound.pt").read_bytes())
@@ -162,3 +157,20 @@ def test_any_damage_is_one_error_or_the_same_tensors(
         assert "damaged.pt" in message
         return
     assert sum(array.nbytes for array in loaded.values()) <= len(content)
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_any_damage_is_one_error_or_tensors_in_the_file(
+    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+) -> None:
+    check_damage(tmp_path_factory.getbasetemp(), data)
+
+
+@pytest.mark.slow
+@settings(max_examples=3000, deadline=None)
+@given(data=st.data())
+def test_three_thousand_damages(
+    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+) -> None:
+    check_damage(tmp_path_factory.getbasetemp(), data)

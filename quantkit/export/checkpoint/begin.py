@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from quantkit.errors import QuantkitError
@@ -12,6 +13,7 @@ from quantkit.export.checkpoint.targets import CHECKPOINT_TARGETS
 from quantkit.manifest import FILE as MANIFEST_FILE
 from quantkit.manifest import Manifest
 from quantkit.models.locate import locate
+from quantkit.models.lora.file import Lora, open_lora, parse_lora
 from quantkit.models.quantized import open_quantized
 from quantkit.models.quantized.quantkit import FILE as QUANTIZED_FILE
 
@@ -23,16 +25,19 @@ def draft_export(
     recipe: str | None = None,
     short: str | None = None,
     original: str | None = None,
+    loras: Sequence[str] = (),
 ) -> Draft:
     """Decide an export from headers alone; no weight is read and torch is not imported.
 
     model: a folder, pipeline component, hub id or weight file, float or quantized in any layout
     that quantkit reads; or a folder that `quantkit quantize` wrote. to: a row of
-    CHECKPOINT_TARGETS. recipe, short: how to quantize a float model. original: for a folder of
+    CHECKPOINT_TARGETS. recipe, short: how to quantize a float model. loras: FILE[:SCALE] each, to
+    be merged before. original: for a folder of
     `quantkit quantize`, where its model lies now, by default where it lay then.
     Raises QuantkitError for whatever cannot be exported so.
     """
-    draft = _draft(model, to, recipe=recipe, short=short, original=original)
+    opened = [open_lora(parse_lora(spec)) for spec in loras]
+    draft = _draft(model, to, recipe=recipe, short=short, original=original, loras=opened)
     rehearse(draft)
     return draft
 
@@ -44,6 +49,7 @@ def _draft(
     recipe: str | None,
     short: str | None,
     original: str | None,
+    loras: Sequence[Lora],
 ) -> Draft:
     if to not in CHECKPOINT_TARGETS:
         raise QuantkitError(f"unknown target {to!r}; known: {', '.join(CHECKPOINT_TARGETS)}")
@@ -56,7 +62,13 @@ def _draft(
         consumed = {key for layer in layers.values() for key in layer.keys}
         plain = {k: info for k, info in opened.checkpoint.infos.items() if k not in consumed}
         return draft_repack(
-            located, opened.checkpoint, target, "quantkit", layers, plain, choices=(recipe, short)
+            located,
+            opened.checkpoint,
+            target,
+            "quantkit",
+            layers,
+            plain,
+            choices=(recipe, short, *loras),
         )
     if original is not None:
         raise QuantkitError(
@@ -65,7 +77,9 @@ def _draft(
     located = locate(model)
     opened = open_quantized(located.weights)
     if not opened.layers:
-        return draft_float(located, opened.checkpoint, target, recipe=recipe, short=short)
+        return draft_float(
+            located, opened.checkpoint, target, recipe=recipe, short=short, loras=loras
+        )
     return draft_repack(
         located,
         opened.checkpoint,
@@ -73,5 +87,5 @@ def _draft(
         opened.layout,
         opened.layers,
         opened.plain,
-        choices=(recipe, short),
+        choices=(recipe, short, *loras),
     )

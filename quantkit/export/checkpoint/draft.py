@@ -12,18 +12,24 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from numpy.typing import NDArray
+
 from quantkit.errors import QuantkitError
 from quantkit.export.checkpoint.target import Slot, Target
 from quantkit.manifest import content_key
 from quantkit.models.checkpoint import DTYPES, Checkpoint, TensorInfo
 from quantkit.models.headers import Place, describe_headers, read_place
 from quantkit.models.locate import Located
+from quantkit.models.lora.file import Lora
+from quantkit.models.lora.match import match
+from quantkit.models.lora.merge import Deltas, merge_elements, merge_place
 from quantkit.models.quantized.layer import QuantizedLayer
 from quantkit.recipes.layer import Decision, Layer, Scheme
 from quantkit.recipes.loader import load_recipe, pick_recipe
 from quantkit.recipes.plan import FLOATS, Plan
 from quantkit.recipes.recipe import Recipe
 
+NO_DELTAS = Deltas((), {}, {}, ())
 BFL_FLUX = "double_blocks.0.img_attn.qkv.weight"
 
 
@@ -34,8 +40,7 @@ class Draft:
     plan: what each weight becomes. recipe: the `recipe` entry of quantkit.json. plain: tensors that
     belong to no quantized layer. stored: the quantized layers of a quantized source; empty for a
     float one. places: where the rows of a float layer are. made: biases cut out of a stack, with
-    their layers. layout: of the source. warnings: lines
-    for the user.
+    their layers. deltas: what LoRAs change. layout: of the source. warnings: lines for the user.
     """
 
     located: Located
@@ -48,6 +53,7 @@ class Draft:
     stored: Mapping[str, QuantizedLayer]
     places: Mapping[str, Place] = field(default_factory=dict)
     made: Mapping[str, Slot] = field(default_factory=dict)
+    deltas: Deltas = NO_DELTAS
     warnings: tuple[str, ...] = ()
 
 
@@ -58,8 +64,9 @@ def draft_float(
     *,
     recipe: str | None = None,
     short: str | None = None,
+    loras: Sequence[Lora] = (),
 ) -> Draft:
-    """Plan a float checkpoint by a recipe.
+    """Plan a float checkpoint by a recipe, with LoRAs merged before it is quantized.
 
     recipe: name or file; short: "fp4" or "fp8", the recipe that suits the model's class and the
     target; exactly one of the two. Raises QuantkitError when the target cannot hold what the recipe
@@ -72,6 +79,9 @@ def draft_float(
     chosen, picked, plan = _choose(headers.layers, named, target, recipe, short)
     _check_held(plan, target)
     _check_float(plan, located)
+    transposed = {place.key for place in headers.places.values() if place.transposed}
+    shapes = {name: info.shape for name, info in checkpoint.infos.items()}
+    deltas = match(loras, shapes, transposed=transposed) if loras else NO_DELTAS
     consumed = {headers.places[name].key for name in plan.schemes}
     biases = {name: place for name, place in headers.biases.items() if name in plan.schemes}
     consumed |= {place.key for place in biases.values()}
@@ -82,23 +92,45 @@ def draft_float(
         layout="float",
         plan=plan,
         recipe=describe_recipe(chosen, picked, plan),
-        plain={k: info for k, info in checkpoint.infos.items() if k not in consumed},
+        plain={
+            key: _merged(info, deltas)
+            for key, info in checkpoint.infos.items()
+            if key not in consumed
+        },
         stored={},
+        deltas=deltas,
         places=headers.places,
-        made={f"{name}.bias": _cut_bias(checkpoint, name, place) for name, place in biases.items()},
-        warnings=tuple(plan.warnings()),
+        made={
+            f"{name}.bias": _cut_bias(checkpoint, name, place, deltas)
+            for name, place in biases.items()
+        },
+        warnings=(*plan.warnings(), *deltas.notes),
     )
 
 
-def _cut_bias(checkpoint: Checkpoint, name: str, place: Place) -> Slot:
+def _merged(info: TensorInfo, deltas: Deltas) -> TensorInfo:
+    """A tensor that stays, as it is once LoRAs are merged: rounded to its dtype again."""
+    if info.name not in deltas:
+        return info
+    return replace(
+        info, edit=lambda first, values: merge_elements(deltas, info.name, first, values)
+    )
+
+
+def _cut_bias(checkpoint: Checkpoint, name: str, place: Place, deltas: Deltas) -> Slot:
     info = checkpoint.info(place.key)
     size = len(range(*(place.columns or (0, info.shape[-1], 1))))
+
+    def load() -> NDArray[Any]:
+        bias = merge_place(deltas, place, 0, read_place(checkpoint, place, 0, 1))
+        return bias.reshape(-1).astype(DTYPES[info.dtype])
+
     return Slot(
         f"{name}.bias",
         info.dtype,
         (size,),
         size * DTYPES[info.dtype].itemsize,
-        load=lambda: read_place(checkpoint, place, 0, 1).reshape(-1),
+        load=load,
     )
 
 

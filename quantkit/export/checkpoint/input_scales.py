@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from quantkit.calibrate.stats import Stats
 from quantkit.errors import QuantkitError
 from quantkit.manifest import read_json
+from quantkit.models.lora.file import Lora
 from quantkit.models.quantized.layer import input_limit
 from quantkit.numerics.formats import BlockFormat
 from quantkit.progress import Progress
@@ -90,14 +91,16 @@ def calibrate_inputs(
     limit: int | None,
     device: str,
     progress: Progress,
+    loras: Sequence[Lora] = (),
 ) -> Seen:
     """Run data through the model that `spec` names, and see the inputs of a checkpoint's layers.
 
-    layers: named as the checkpoint spells them. Raises QuantkitError when the model cannot run here
-    and says what to do instead.
+    layers: named as the checkpoint spells them. loras: merged into it before.
+    Raises QuantkitError when the model cannot run here, with what to do instead.
     """
     from dataclasses import replace
 
+    from quantkit.models.lora.source import merge_loras
     from quantkit.models.source import open_model
     from quantkit.prepare import Seen, calibrate_layers, check_device, find_dtype
 
@@ -109,6 +112,8 @@ def calibrate_inputs(
             f"input scales need the model to run: {error} Or give --stats FOLDER of an earlier "
             "calibration, or --data-free for input scales of 1."
         ) from None
+    if loras:
+        source = merge_loras(source, loras)
     modules = {key: name for name, key in source.keys.items()}
     named = {}
     for layer in layers:

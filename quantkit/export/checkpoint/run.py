@@ -31,10 +31,12 @@ from quantkit.export.checkpoint.input_scales import (
 from quantkit.export.checkpoint.side_files import find_side_files
 from quantkit.export.checkpoint.stream import write_files
 from quantkit.export.checkpoint.target import Content
-from quantkit.export.checkpoint.watch import Flushed
+from quantkit.export.checkpoint.watch import Watched
 from quantkit.manifest import Manifest, write_json
 from quantkit.models.checkpoint import DTYPES, read_bytes
 from quantkit.models.headers import read_place
+from quantkit.models.lora.file import describe_loras
+from quantkit.models.lora.merge import merge_place
 from quantkit.models.quantized.layer import QuantizedLayer, input_limit
 from quantkit.numerics.scales import TensorScale
 from quantkit.parallel import count_threads
@@ -85,7 +87,7 @@ def write_draft(
     key = _key(draft, inputs)
     with resumable_folder(output, key, resume=resume, overwrite=overwrite) as work:
         found = _find_input_stats(draft, inputs, work, progress)
-        watch = Flushed(draft.plan)
+        watch = Watched(draft.plan, draft.deltas, draft.places)
         watch.restore(work.notes.values())
         layers = draft.stored or _quantize(draft, found.stats, watch, work, threads, progress)
         layers = _with_inputs(layers, found.stats, draft)
@@ -106,6 +108,7 @@ def write_draft(
                 "layout": draft.layout,
                 "files": files,
                 "left_out": left_out,
+                "loras": watch.survived(),
                 "layers": [],
                 "inputs": [],
                 "outputs": [],
@@ -175,6 +178,7 @@ def _find_input_stats(draft: Draft, inputs: InputScales, work: Work, progress: P
             limit=inputs.limit,
             device=inputs.device,
             progress=progress,
+            loras=draft.deltas.loras,
         )
         known = {
             "amax": {name: stats.input_amax for name, stats in seen.stats.items()},
@@ -193,12 +197,12 @@ def _said(source: str) -> dict[str, Any]:
 def _quantize(
     draft: Draft,
     stats: Mapping[str, Stats],
-    watch: Flushed,
+    watch: Watched,
     work: Work,
     threads: int | None,
     progress: Progress,
 ) -> dict[str, QuantizedLayer]:
-    read = _reader(draft)
+    read = _merging_reader(draft)
     with progress("Measuring weights") as advance:
         amax = measure_rows(
             draft.plan, read, known=work.facts.get("amax"), threads=threads, progress=advance
@@ -228,6 +232,17 @@ def _reader(draft: Draft) -> ReadRows:
         return data.view(dtype).reshape(stop - start, info.shape[-1])
 
     return read
+
+
+def _merging_reader(draft: Draft) -> ReadRows:
+    read = _reader(draft)
+    if not draft.deltas.loras:
+        return read
+
+    def merge(name: str, start: int, stop: int) -> NDArray[Any]:
+        return merge_place(draft.deltas, draft.places[name], start, read(name, start, stop))
+
+    return merge
 
 
 def _with_inputs(
@@ -271,7 +286,7 @@ def _write(
     draft: Draft,
     content: Content,
     work: Work,
-    watch: Flushed,
+    watch: Watched,
     threads: int | None,
     progress: Progress,
 ) -> tuple[list[dict[str, Any]], dict[str, str]]:
@@ -348,6 +363,7 @@ def _describe_model(draft: Draft) -> dict[str, Any]:
         "parameters": sum(d.layer.size for d in draft.plan.decisions),
         "tensors": len(infos),
         "content_key": _headers_key(draft),
+        **describe_loras(draft.deltas.loras),
     }
 
 
@@ -375,6 +391,7 @@ def _key(draft: Draft, inputs: InputScales) -> str:
     parts = [
         *(__version__, draft.target.name, _headers_key(draft), dict(draft.located.config), rows),
         *(stats, inputs.data, inputs.limit, inputs.data_free),
+        *([lora.digest(), lora.scale] for lora in draft.deltas.loras),
     ]
     return hashlib.sha256(json.dumps(parts, default=str).encode()).hexdigest()
 

@@ -162,7 +162,7 @@ def find_unequal_siblings(quantized: Quantized) -> Iterator[Problem]:
             ratio = _ratio(scales)
             if ratio is None or ratio == 1:
                 continue
-            # diffusers and ComfyUI keep them apart; the input scales of fused ones just saturate.
+            # Runtimes of language models fuse them; diffusers and ComfyUI keep them apart.
             language = quantized.layout in FUSING and "model_type" in quantized.config
             make = error if language and what == "weight" else warning
             rest = ", ".join(name.rpartition(".")[2] for name in members[1:])

@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from quantkit.numerics.formats import E2M1, E4M3, E5M2
-from quantkit.numerics.loops import amax, decode, encode, fp4, half, scales
+from quantkit.numerics.loops import amax, decode, encode, fp4, half, products, scales
 
 # name -> (function, the types of its arguments; a star marks a pointer).
 LOOPS: Mapping[str, tuple[Callable[..., None], str]] = {
@@ -28,6 +28,11 @@ LOOPS: Mapping[str, tuple[Callable[..., None], str]] = {
     "group_amax_32": (amax.group_amax_32, "uint64* int64 uint32*"),
     "fold_amax": (amax.fold_amax, "uint32* int64 int64 int64 int64 uint32*"),
     "widen_half": (half.widen_half, "uint16* int64 uint32*"),
+    "add_product": (
+        products.add_product,
+        "float32* float32* int64 int64 int64 int64 int64 float32 float32* float32*",
+    ),
+    "sum_errors": (products.sum_errors, "float32* float32* float32* int64 int64 float64*"),
     "e4m3_scales": (scales.e4m3_scales, "float32* int64 float32 float32 uint8* float32*"),
     "e8m0_scales": (scales.e8m0_scales, "uint32* int64 int64 int64 uint8* uint32*"),
     **{

@@ -11,10 +11,10 @@ import peft
 import pytest
 import torch
 
-from quantkit.models.lora import LoraSpec, open_lora
-from quantkit.models.lora_source import digest_merged, merge_loras
+from quantkit.models.lora.file import LoraSpec, open_lora
+from quantkit.models.lora.source import digest_merged, merge_loras
 from quantkit.models.source import Source
-from tests.models.lora_files import make_pair, write_lora
+from tests.models.lora.files import make_pair, write_lora
 
 
 def adapt(model: Any, folder: Path, targets: list[str]) -> dict[str, Any]:

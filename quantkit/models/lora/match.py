@@ -15,10 +15,10 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from quantkit.errors import QuantkitError
-from quantkit.models.lora import Lora, Pair, Whole, read_elements
-from quantkit.models.lora_merge import Deltas, Product, Term
-from quantkit.models.lora_names import Names, Target
-from quantkit.models.lora_place import (
+from quantkit.models.lora.file import Lora, Pair, Whole, read_elements
+from quantkit.models.lora.merge import Deltas, Product, Term
+from quantkit.models.lora.names import Names, Target
+from quantkit.models.lora.place import (
     Orientation,
     Placed,
     place_pair,

@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 
 from quantkit.models.headers.place import Place
-from quantkit.models.lora_match import match
-from quantkit.models.lora_merge import Deltas, merge, merge_rows
-from quantkit.models.lora_survival import Survival, Survived, describe, total
+from quantkit.models.lora.match import match
+from quantkit.models.lora.merge import Deltas, merge, merge_rows
+from quantkit.models.lora.survival import Survival, Survived, describe, total
 from quantkit.numerics import kernels
 from quantkit.numerics.formats import FORMATS
-from tests.models.lora_files import (
+from tests.models.lora.files import (
     Array,
     delta_rows,
     make_pair,

@@ -24,11 +24,11 @@ from diffusers.loaders.single_file_utils import (
 from safetensors.torch import save_file
 
 from quantkit.errors import QuantkitError
-from quantkit.models.lora import LoraSpec, open_lora
-from quantkit.models.lora_flux import BLOCKS, ENDS, flux_names
-from quantkit.models.lora_match import match
-from quantkit.models.lora_merge import Deltas, merge
-from tests.models.lora_files import delta_rows, make_pair, match_one, random_array, write_lora
+from quantkit.models.lora.file import LoraSpec, open_lora
+from quantkit.models.lora.flux import BLOCKS, ENDS, flux_names
+from quantkit.models.lora.match import match
+from quantkit.models.lora.merge import Deltas, merge
+from tests.models.lora.files import delta_rows, make_pair, match_one, random_array, write_lora
 from tests.zoo import DIFFUSERS
 
 Shape = tuple[int, int]

@@ -11,7 +11,7 @@ from peft import LoraConfig
 from peft.utils.other import get_pattern_key
 
 from quantkit.errors import QuantkitError
-from quantkit.models.lora_peft import CHANGES_BASE, REFUSED, read_config, read_metadata
+from quantkit.models.lora.peft import CHANGES_BASE, REFUSED, read_config, read_metadata
 
 PATTERN = {"^model.layers.0.q": 2, "q": 3, r"layers\.\d+\.v": 5, "k_proj": 7}
 MODULES = ("model.layers.0.q", "model.layers.1.q", "layers.7.v", "a.k_proj", "a.xq", "o")

@@ -14,15 +14,15 @@ from collections import OrderedDict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
 from quantkit.errors import QuantkitError
 from quantkit.models.checkpoint import DTYPES, Checkpoint, TensorInfo, read_bytes
-from quantkit.models.lora_keys import EMBEDDINGS, Part, Role, read_key
-from quantkit.models.lora_peft import METADATA, PeftConfig, read_config, read_metadata
+from quantkit.models.lora.keys import EMBEDDINGS, Part, Role, read_key
+from quantkit.models.lora.peft import METADATA, PeftConfig, read_config, read_metadata
 from quantkit.models.strict_json import read_json_file, show
 
 F32 = NDArray[np.float32]
@@ -45,7 +45,7 @@ class LoraSpec:
 class Pair:
     """Two tensors of the file that change a module's weight by `scale * up @ down`.
 
-    module, component: as in `lora_keys.Part`. down: key of A [rank, K], or [rank, C, kh, kw] for a
+    module, component: as in `keys.Part`. down: key of A [rank, K], or [rank, C, kh, kw] for a
     convolution. up: key of B [N, rank]. scale: alpha / rank, the user's scale not included. config:
     what peft says of the module's component. embedding: the change of an embedding, which is stored
     [K, N].
@@ -203,6 +203,15 @@ def open_lora(spec: LoraSpec) -> Lora:
     if not pairs and not made:
         raise QuantkitError(f"{spec.path} has no LoRA pairs (lora_A and lora_B, or down and up).")
     return Lora(spec, checkpoint, pairs, made, notes, config_file)
+
+
+def describe_loras(loras: Iterable[Lora]) -> dict[str, Any]:
+    """The `loras` key of a manifest's model: where each lies, its scale and what it holds."""
+    rows = [
+        {"path": str(lora.spec.path), "scale": lora.scale, "content_key": lora.digest()}
+        for lora in loras
+    ]
+    return {"loras": rows} if rows else {}
 
 
 def read_elements(info: TensorInfo, start: int, stop: int) -> F32:

@@ -10,7 +10,7 @@ from diffusers.utils.state_dict_utils import (
 )
 
 from quantkit.errors import QuantkitError
-from quantkit.models.lora_keys import REFUSED, Part, read_key
+from quantkit.models.lora.keys import REFUSED, Part, read_key
 
 
 @pytest.mark.parametrize(

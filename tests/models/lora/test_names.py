@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from quantkit.errors import QuantkitError
-from quantkit.models.lora_names import Names, shortened
+from quantkit.models.lora.names import Names, shortened
 
 
 def find(weights: list[str], module: str) -> str | None:

@@ -18,10 +18,10 @@ from transformers.pytorch_utils import Conv1D
 
 from quantkit.models.checkpoint import Checkpoint
 from quantkit.models.headers.place import Place, read_place
-from quantkit.models.lora import open_lora, parse_lora
-from quantkit.models.lora_match import match
-from quantkit.models.lora_merge import delta_place, merge, merge_elements, merge_place, merge_rows
-from tests.models.lora_files import delta_rows, make_pair, match_one, random_array, write_lora
+from quantkit.models.lora.file import open_lora, parse_lora
+from quantkit.models.lora.match import match
+from quantkit.models.lora.merge import delta_place, merge, merge_elements, merge_place, merge_rows
+from tests.models.lora.files import delta_rows, make_pair, match_one, random_array, write_lora
 
 
 class Block(nn.Module):

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 
 from quantkit.errors import QuantkitError
-from quantkit.models.lora_flux import Span, flux_names
+from quantkit.models.lora.flux import Span, flux_names
 
 # Wrappers and pipelines put these before a module's name, and one model may stand in another.
 BEGINNINGS = (

@@ -1,8 +1,8 @@
 """LoRA deltas added to the rows of a weight, in float32, the same bits however the rows are cut.
 
-The product is `lora_loops.add_product`, which defines every bit of an element by its own row and
-column. Merging whole weights first was refused: a stream of rows needs neither the memory nor the
-wait.
+The product is `loops.products.add_product`, which defines every bit of an element by its own row
+and column. Merging whole weights first was refused: a stream of rows needs neither the memory nor
+the wait.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quantkit.models.headers.place import Place
-from quantkit.models.lora import F32, Lora, read_elements
-from quantkit.models.lora_loops import add_product
+from quantkit.models.lora.file import F32, Lora, read_elements
+from quantkit.models.lora.products import add_product
 
 
 @dataclass(frozen=True, slots=True)

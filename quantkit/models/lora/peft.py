@@ -107,7 +107,7 @@ def read_metadata(text: str, where: str) -> dict[str, PeftConfig]:
     """Component -> settings, from the metadata that diffusers writes into a safetensors file.
 
     diffusers puts "transformer." or "text_encoder." before every setting, or nothing. The denoiser
-    is component "", as in `lora_keys`.
+    is component "", as in `keys`.
     """
     where = f"{where}: metadata {METADATA}"
     content = parse_json(text.encode(), where)

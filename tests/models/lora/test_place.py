@@ -1,4 +1,4 @@
-"""Orientation, experts, whole tensors. What peft merges is tested in test_lora_merge."""
+"""Orientation, experts, whole tensors. What peft merges is tested in test_merge."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ import pytest
 from safetensors.numpy import save_file
 
 from quantkit.errors import QuantkitError
-from quantkit.models.lora import Lora, LoraSpec, open_lora
-from quantkit.models.lora_match import match
-from quantkit.models.lora_merge import Product, merge
-from tests.models.lora_files import make_pair, match_one, random_array, write_lora
+from quantkit.models.lora.file import Lora, LoraSpec, open_lora
+from quantkit.models.lora.match import match
+from quantkit.models.lora.merge import Product, merge
+from tests.models.lora.files import make_pair, match_one, random_array, write_lora
 
 
 def peft_lora(folder: Path, tensors: dict[str, Any], scale: float = 1, **settings: Any) -> Lora:

@@ -12,8 +12,8 @@ import pytest
 from safetensors.numpy import save_file
 
 from quantkit.errors import QuantkitError
-from quantkit.models.lora import KEPT, Lora, LoraSpec, open_lora, parse_lora
-from tests.models.lora_files import make_pair, match_one, random_array, write_lora
+from quantkit.models.lora.file import KEPT, Lora, LoraSpec, open_lora, parse_lora
+from tests.models.lora.files import make_pair, match_one, random_array, write_lora
 
 CONFIG = {"peft_type": "LORA", "r": 4, "lora_alpha": 8}
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from quantkit.models.lora_loops import WIDTH, add_product, sum_rows
-from tests.models.lora_files import random_array
+from quantkit.models.lora.products import WIDTH, add_product, sum_rows
+from tests.models.lora.files import random_array
 
 
 @pytest.mark.parametrize("rank", [1, 3, 4, 16, 37])

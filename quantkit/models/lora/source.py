@@ -11,9 +11,9 @@ from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from quantkit.models.lora import Lora
-from quantkit.models.lora_match import match
-from quantkit.models.lora_merge import merge
+from quantkit.models.lora.file import Lora
+from quantkit.models.lora.match import match
+from quantkit.models.lora.merge import merge
 
 if TYPE_CHECKING:
     from quantkit.models.model_source import Source
@@ -38,6 +38,7 @@ def merge_loras(
         read=lambda name: merge(deltas, name, source.read(name)),
         digest=lambda: digest_merged(source.digest(), loras),
         notes=(*source.notes, *deltas.notes),
+        loras=(*source.loras, *loras),
     )
 
 

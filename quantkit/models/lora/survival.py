@@ -33,8 +33,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quantkit.models.headers.place import Place
-from quantkit.models.lora_loops import sum_rows
-from quantkit.models.lora_merge import Deltas, delta_place
+from quantkit.models.lora.merge import Deltas, delta_place
+from quantkit.models.lora.products import sum_rows
 from quantkit.numerics import kernels
 from quantkit.numerics.qtensor import QTensor
 

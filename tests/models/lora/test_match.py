@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from quantkit.errors import QuantkitError
-from quantkit.models.lora import Lora
-from quantkit.models.lora_match import match
-from quantkit.models.lora_merge import merge
-from tests.models.lora_files import make_pair, match_one, random_array, write_lora
+from quantkit.models.lora.file import Lora
+from quantkit.models.lora.match import match
+from quantkit.models.lora.merge import merge
+from tests.models.lora.files import make_pair, match_one, random_array, write_lora
 
 NAMES = ("lora_down", "lora_up")
 TEXT = "text_model_encoder_layers_0_self_attn_q_proj"

@@ -11,9 +11,9 @@ from numpy.typing import NDArray
 from safetensors.numpy import save_file
 
 from quantkit.models.headers.place import Place
-from quantkit.models.lora import Lora, LoraSpec, open_lora
-from quantkit.models.lora_match import match
-from quantkit.models.lora_merge import Deltas, delta_place
+from quantkit.models.lora.file import Lora, LoraSpec, open_lora
+from quantkit.models.lora.match import match
+from quantkit.models.lora.merge import Deltas, delta_place
 
 Array = NDArray[Any]
 

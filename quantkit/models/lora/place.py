@@ -12,9 +12,9 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from quantkit.errors import QuantkitError
-from quantkit.models.lora import Lora, Pair, Whole
-from quantkit.models.lora_flux import Span
-from quantkit.models.lora_merge import Addition, Product, Term
+from quantkit.models.lora.file import Lora, Pair, Whole
+from quantkit.models.lora.flux import Span
+from quantkit.models.lora.merge import Addition, Product, Term
 
 Shape = tuple[int, ...]
 Placed = list[tuple[str, Term]]
