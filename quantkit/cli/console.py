@@ -167,3 +167,10 @@ def format_table(header: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> st
         "  ".join(cell.ljust(w) for cell, w in zip(line, widths, strict=True)).rstrip()
         for line in lines
     )
+
+
+def printable(text: str) -> str:
+    """The text with everything a terminal could obey as escapes."""
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)

@@ -75,6 +75,19 @@ def export(
         bool,
         typer.Option("--data-free", help="Run no data: every static input scale is 1."),
     ] = False,
+    against: Annotated[
+        Path | None,
+        typer.Option(
+            "--against",
+            metavar="ORIGINAL",
+            help="Of a quantized MODEL: its original, which settles how its bytes are read.",
+            show_default=False,
+        ),
+    ] = None,
+    allow_pickle: Annotated[
+        bool,
+        typer.Option("--allow-pickle", help="Also read files of torch.save, as weights only."),
+    ] = False,
     original: opt.Original = None,
     resume: Annotated[
         bool, typer.Option("--resume", help="Continue an interrupted export to a checkpoint.")
@@ -120,12 +133,14 @@ def export(
             console, model, to.value, output, recipe=recipe, short=short, loras=lora or (),
             stats=stats,
             calibration=calibration, limit=limit, device=device, data_free=data_free,
-            original=original, resume=resume, threads=threads, dry_run=dry_run,
+            against=against, allow_pickle=allow_pickle, original=original, resume=resume,
+             threads=threads, dry_run=dry_run,
             overwrite=overwrite,
         )  # fmt: skip
         return
     refuse(
-        "--to onnx", stats=stats, data_free=data_free or None, resume=resume or None,
+        "--to onnx", against=against, allow_pickle=allow_pickle or None, stats=stats,
+         data_free=data_free or None, resume=resume or None,
         threads=threads,
     )  # fmt: skip
     if dry_run:

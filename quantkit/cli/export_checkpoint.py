@@ -26,6 +26,8 @@ def export_checkpoint(
     limit: int | None,
     device: str,
     data_free: bool,
+    against: Path | None,
+    allow_pickle: bool,
     original: str | None,
     resume: bool,
     threads: int | None,
@@ -42,7 +44,16 @@ def export_checkpoint(
         raise QuantkitError(f"{' and '.join(given)} exclude each other: give one")
     if output is None and not dry_run:
         raise QuantkitError("say where to write: -o FOLDER (or --dry-run to see the plan only)")
-    draft = draft_export(model, to, recipe=recipe, short=short, original=original, loras=loras)
+    draft = draft_export(
+        model,
+        to,
+        recipe=recipe,
+        short=short,
+        original=original,
+        loras=loras,
+        against=against,
+        allow_pickle=allow_pickle,
+    )
     if dry_run:
         console.say(str(draft.recipe["source"]))
         for warning in draft.warnings:

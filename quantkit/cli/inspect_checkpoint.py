@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from quantkit.cli.console import format_bytes, format_table
+from quantkit.cli.console import format_bytes, format_table, printable
 
 if TYPE_CHECKING:
     from quantkit.models.quantized.against import Match
@@ -222,10 +222,3 @@ def table(rows: list[dict[str, Any]]) -> str:
 def shape_text(shape: tuple[int, ...]) -> str:
     """(2, 3) -> "2x3"."""
     return "x".join(map(str, shape)) or "scalar"
-
-
-def printable(text: str) -> str:
-    """The text with everything a terminal could obey as escapes."""
-    if text.isprintable():
-        return text
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)

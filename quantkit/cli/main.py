@@ -21,7 +21,7 @@ import typer
 from quantkit import __version__
 from quantkit.cli.audit import audit
 from quantkit.cli.build import build
-from quantkit.cli.console import answers_only_on_stdout
+from quantkit.cli.console import answers_only_on_stdout, printable
 from quantkit.cli.export import export
 from quantkit.cli.inspect import inspect
 from quantkit.cli.lint import lint
@@ -123,7 +123,7 @@ def run() -> int:
 def _fail(line: str) -> int:
     if os.environ.get("QUANTKIT_DEBUG"):
         traceback.print_exc()
-    print(f"error: {line}", file=sys.stderr)
+    print("error: " + "\n".join(map(printable, line.splitlines())), file=sys.stderr)
     return NO_ANSWER
 
 

@@ -6,13 +6,14 @@ own config.json or model_index.json; there is no switch to say it by hand.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from quantkit.errors import QuantkitError
+from quantkit.models.shards import PICKLE_INDEX, PICKLES
+from quantkit.models.strict_json import read_json_file
 
 DENOISERS = ("transformer", "unet")
 WEIGHT_FILES = (".safetensors", ".safetensors.index.json", ".gguf")
@@ -50,8 +51,9 @@ def locate(spec: str) -> Located:
     """
     location, part = split_spec(spec)
     path = Path(location)
-    if path.is_file() or path.name.endswith(WEIGHT_FILES):
-        if part is not None or not path.name.endswith(WEIGHT_FILES):
+    known = (*WEIGHT_FILES, *PICKLES, PICKLE_INDEX)
+    if path.is_file() or path.name.endswith(known):
+        if part is not None or not path.name.endswith(known):
             raise QuantkitError(
                 f"{spec} is no weight file; those end in {', '.join(WEIGHT_FILES)}."
             )
@@ -118,10 +120,7 @@ def read_config(folder: Path) -> Mapping[str, Any]:
 
 def read_json(file: Path) -> Mapping[str, Any]:
     """The JSON object in a file; QuantkitError that names the file if it holds anything else."""
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise QuantkitError(f"{file}: not valid JSON ({error}).") from error
+    content = read_json_file(file)
     if not isinstance(content, dict):
         raise QuantkitError(f"{file}: not a JSON object.")
     return content

@@ -36,19 +36,27 @@ class TensorScale:
         """
         if amax == 0:
             return cls(np.float32(1), np.float32(1))
-        return cls(_scale(amax, limit), np.float32(limit) / np.float32(amax))
+        multiplier = _scale(amax, limit)
+        with np.errstate(over="ignore"):
+            divisor = np.float32(limit) / np.float32(amax)
+        # Below the smallest normal scale the reciprocal of what is stored, not of what was seen.
+        return cls(multiplier, divisor if np.isfinite(divisor) else np.float32(1) / multiplier)
 
     @classmethod
     def from_multiplier(cls, stored: float | np.float32, limit: float) -> TensorScale:
         """From a stored multiplier, the divisor that belongs to it (see `_partner`)."""
         multiplier = np.float32(stored)
-        return cls(multiplier, _partner(multiplier, limit, np.float32(limit) * multiplier, False))
+        with np.errstate(over="ignore"):
+            amax = np.float32(limit) * multiplier
+        return cls(multiplier, _partner(multiplier, limit, amax, False))
 
     @classmethod
     def from_divisor(cls, stored: float | np.float32, limit: float) -> TensorScale:
         """From a stored divisor, the multiplier that belongs to it (see `_partner`)."""
         divisor = np.float32(stored)
-        return cls(_partner(divisor, limit, np.float32(limit) / divisor, True), divisor)
+        with np.errstate(over="ignore"):
+            amax = np.float32(limit) / divisor
+        return cls(_partner(divisor, limit, amax, True), divisor)
 
 
 def tensor_scale_for(amax: float, fmt: BlockFormat) -> np.float32 | None:
@@ -90,9 +98,15 @@ def _partner(stored: np.float32, limit: float, amax: np.float32, is_divisor: boo
             candidate = np.float32(amax.astype(narrow))
         if not np.isfinite(candidate) or candidate == 0:
             continue
-        if (top / candidate if is_divisor else candidate / top) == stored:
-            return candidate / top if is_divisor else top / candidate
-    return np.float32(1) / stored
+        with np.errstate(over="ignore"):
+            multiplier, divisor = candidate / top, top / candidate
+        if (divisor if is_divisor else multiplier) == stored and np.isfinite(divisor):
+            return multiplier if is_divisor else divisor
+    with np.errstate(over="ignore", divide="ignore"):
+        partner = np.float32(1) / stored
+    if not np.isfinite(partner) or partner == 0:
+        raise QuantkitError(f"a tensor scale of {stored} has no partner in float32; it is damaged")
+    return partner
 
 
 def _scale(amax: float, divisor: float) -> np.float32:

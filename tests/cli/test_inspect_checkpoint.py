@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from quantkit.cli.inspect_checkpoint import printable
+from quantkit.cli.console import printable
 from quantkit.numerics.layouts import swap_nibbles
 from tests.cli.run import quantkit, refusal
 from tests.models.quantized.files import (

@@ -84,10 +84,11 @@ matches = st.builds(
     body=st.none() | st.booleans(),
     per_token=st.none() | st.booleans(),
     tied=st.none() | st.booleans(),
-).filter(lambda match: match != Match())
+).map(lambda match: match if match != Match() else Match(ops=("linear",)))
 formats = st.sampled_from(list(FORMATS.values()))
+inputs = st.sampled_from([fmt for fmt in FORMATS.values() if fmt.block[0] in (1, None)])
 rules = st.builds(Rule, matches, st.none(), words, st.booleans()) | st.builds(
-    Rule, matches, st.builds(Scheme, formats, st.none() | formats, words), st.none(), st.booleans()
+    Rule, matches, st.builds(Scheme, formats, st.none() | inputs, words), st.none(), st.booleans()
 )
 
 

@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from quantkit.errors import QuantkitError
+from quantkit.export.checkpoint.content import rehearse
 from quantkit.export.checkpoint.draft import Draft, draft_float, draft_repack
 from quantkit.export.checkpoint.folder import read_folder
-from quantkit.export.checkpoint.run import rehearse
 from quantkit.export.checkpoint.targets import CHECKPOINT_TARGETS
 from quantkit.manifest import FILE as MANIFEST_FILE
 from quantkit.manifest import Manifest
-from quantkit.models.locate import locate
+from quantkit.models.locate import Located, locate
 from quantkit.models.lora.file import Lora, open_lora, parse_lora
-from quantkit.models.quantized import open_quantized
+from quantkit.models.quantized import Quantized, open_checkpoint, open_quantized
+from quantkit.models.quantized.problems_files import (
+    find_ambiguous,
+    find_float8,
+    find_foreign,
+)
 from quantkit.models.quantized.quantkit import FILE as QUANTIZED_FILE
+from quantkit.models.quantized.settle import settle_readings
 
 
 def draft_export(
@@ -26,66 +33,77 @@ def draft_export(
     short: str | None = None,
     original: str | None = None,
     loras: Sequence[str] = (),
+    against: Path | None = None,
+    allow_pickle: bool = False,
 ) -> Draft:
     """Decide an export from headers alone; no weight is read and torch is not imported.
 
     model: a folder, pipeline component, hub id or weight file, float or quantized in any layout
     that quantkit reads; or a folder that `quantkit quantize` wrote. to: a row of
     CHECKPOINT_TARGETS. recipe, short: how to quantize a float model. loras: FILE[:SCALE] each, to
-    be merged before. original: for a folder of
+    be merged before. against: the original of a quantized file, which says how it is to be read
+    (`settle.py`). allow_pickle: also files of torch.save. original: for a folder of
     `quantkit quantize`, where its model lies now, by default where it lay then.
     Raises QuantkitError for whatever cannot be exported so.
     """
+    if to not in CHECKPOINT_TARGETS:
+        raise QuantkitError(f"unknown target {to!r}; known: {', '.join(CHECKPOINT_TARGETS)}")
     opened = [open_lora(parse_lora(spec)) for spec in loras]
-    draft = _draft(model, to, recipe=recipe, short=short, original=original, loras=opened)
+    if (Path(model) / QUANTIZED_FILE).is_file() and (Path(model) / MANIFEST_FILE).is_file():
+        draft = _draft_folder(Path(model), to, original, choices=(recipe, short, *opened))
+    elif original is not None:
+        raise QuantkitError(
+            f"--model is for folders that `quantkit quantize` wrote, and {model} is none"
+        )
+    else:
+        located = locate(model)
+        quantized = open_quantized(located.weights, allow_pickle=allow_pickle)
+        draft = _draft(located, quantized, to, recipe, short, opened, against)
     rehearse(draft)
     return draft
 
 
+def _draft_folder(folder: Path, to: str, original: str | None, choices: Sequence[object]) -> Draft:
+    located = locate(original or str(Manifest.read(folder).model["spec"]))
+    checkpoint = open_quantized(located.weights).checkpoint
+    layers = read_folder(folder, checkpoint)
+    consumed = {key for layer in layers.values() for key in layer.keys}
+    plain = {key: info for key, info in checkpoint.infos.items() if key not in consumed}
+    target = CHECKPOINT_TARGETS[to]
+    return draft_repack(located, checkpoint, target, "quantkit", layers, plain, choices=choices)
+
+
 def _draft(
-    model: str,
+    located: Located,
+    quantized: Quantized,
     to: str,
-    *,
     recipe: str | None,
     short: str | None,
-    original: str | None,
     loras: Sequence[Lora],
+    against: Path | None,
 ) -> Draft:
-    if to not in CHECKPOINT_TARGETS:
-        raise QuantkitError(f"unknown target {to!r}; known: {', '.join(CHECKPOINT_TARGETS)}")
     target = CHECKPOINT_TARGETS[to]
-    folder = Path(model)
-    if (folder / QUANTIZED_FILE).is_file() and (folder / MANIFEST_FILE).is_file():
-        located = locate(original or str(Manifest.read(folder).model["spec"]))
-        opened = open_quantized(located.weights)
-        layers = read_folder(folder, opened.checkpoint)
-        consumed = {key for layer in layers.values() for key in layer.keys}
-        plain = {k: info for k, info in opened.checkpoint.infos.items() if k not in consumed}
-        return draft_repack(
-            located,
-            opened.checkpoint,
-            target,
-            "quantkit",
-            layers,
-            plain,
-            choices=(recipe, short, *loras),
-        )
-    if original is not None:
-        raise QuantkitError(
-            f"--model is for folders that `quantkit quantize` wrote, and {model} is none"
-        )
-    located = locate(model)
-    opened = open_quantized(located.weights)
-    if not opened.layers:
-        return draft_float(
-            located, opened.checkpoint, target, recipe=recipe, short=short, loras=loras
-        )
-    return draft_repack(
+    for problem in (*find_float8(quantized), *find_foreign(quantized)):
+        raise QuantkitError(f"{problem.name}: {problem.message}; {problem.fix}")
+    if not quantized.layers:
+        if against is not None:
+            raise QuantkitError(f"--against is for quantized files, and {located.spec} is none")
+        checkpoint = quantized.checkpoint
+        return draft_float(located, checkpoint, target, recipe=recipe, short=short, loras=loras)
+    layers = dict(quantized.layers)
+    notes: tuple[str, ...] = ()
+    if against is not None:
+        layers, notes = settle_readings(quantized, open_checkpoint(against))
+    else:
+        for problem in find_ambiguous(quantized):
+            raise QuantkitError(f"{problem.name}: {problem.message}; {problem.fix}")
+    draft = draft_repack(
         located,
-        opened.checkpoint,
+        quantized.checkpoint,
         target,
-        opened.layout,
-        opened.layers,
-        opened.plain,
+        quantized.layout,
+        layers,
+        quantized.plain,
         choices=(recipe, short, *loras),
     )
+    return replace(draft, warnings=(*draft.warnings, *notes))

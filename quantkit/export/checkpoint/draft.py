@@ -41,6 +41,7 @@ class Draft:
     belong to no quantized layer. stored: the quantized layers of a quantized source; empty for a
     float one. places: where the rows of a float layer are. made: biases cut out of a stack, with
     their layers. deltas: what LoRAs change. layout: of the source. warnings: lines for the user.
+    given: how MODEL was named and opened, so that it can be opened again.
     """
 
     located: Located
@@ -55,6 +56,7 @@ class Draft:
     made: Mapping[str, Slot] = field(default_factory=dict)
     deltas: Deltas = NO_DELTAS
     warnings: tuple[str, ...] = ()
+    given: Mapping[str, Any] = field(default_factory=dict)
 
 
 def draft_float(
@@ -79,6 +81,36 @@ def draft_float(
     chosen, picked, plan = _choose(headers.layers, named, target, recipe, short)
     _check_held(plan, target)
     _check_float(plan, located)
+    draft = draft_plan(
+        located, checkpoint, target, plan, describe_recipe(chosen, picked, plan), loras
+    )
+    return replace(draft, warnings=(*plan.warnings(), *draft.deltas.notes))
+
+
+def draft_plan(
+    located: Located,
+    checkpoint: Checkpoint,
+    target: Target,
+    plan: Plan,
+    recipe: Mapping[str, Any],
+    loras: Sequence[Lora] = (),
+) -> Draft:
+    """A float checkpoint under a plan that is made already, by a recipe or by an earlier export.
+
+    recipe: the entry of quantkit.json. Raises QuantkitError when the plan quantizes a layer that
+    the checkpoint does not have in that shape, and for a LoRA that does not fit.
+    """
+    named = located.model_class or _guess_class(checkpoint)
+    headers = describe_headers(checkpoint.infos, located.config, named)
+    known = {layer.name: layer.shape for layer in headers.layers}
+    for decision in plan.quantized:
+        name, shape = decision.layer.name, decision.layer.shape
+        if name not in headers.places or known[name] != shape:
+            raise QuantkitError(
+                f"the plan quantizes {name} of shape {shape}, and {located.spec} has "
+                f"{f'one of shape {known[name]}' if name in known else 'no such layer'}; the two "
+                "do not belong together"
+            )
     transposed = {place.key for place in headers.places.values() if place.transposed}
     shapes = {name: info.shape for name, info in checkpoint.infos.items()}
     deltas = match(loras, shapes, transposed=transposed) if loras else NO_DELTAS
@@ -91,7 +123,7 @@ def draft_float(
         checkpoint=checkpoint,
         layout="float",
         plan=plan,
-        recipe=describe_recipe(chosen, picked, plan),
+        recipe=recipe,
         plain={
             key: _merged(info, deltas)
             for key, info in checkpoint.infos.items()
@@ -104,7 +136,6 @@ def draft_float(
             f"{name}.bias": _cut_bias(checkpoint, name, place, deltas)
             for name, place in biases.items()
         },
-        warnings=(*plan.warnings(), *deltas.notes),
     )
 
 

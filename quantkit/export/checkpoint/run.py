@@ -9,20 +9,23 @@ import hashlib
 import json
 import shutil
 import sys
-import threading
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-import numpy as np
-from numpy.typing import NDArray
 
 from quantkit import __version__
 from quantkit.calibrate.stats import Stats
 from quantkit.errors import QuantkitError
+from quantkit.export.checkpoint.content import (
+    find_folder,
+    headers_key,
+    lay_out_content,
+    make_content,
+    make_layers,
+    read_weights,
+)
 from quantkit.export.checkpoint.draft import Draft
-from quantkit.export.checkpoint.files import lay_out
 from quantkit.export.checkpoint.input_scales import (
     calibrate_inputs,
     default_stats,
@@ -33,16 +36,11 @@ from quantkit.export.checkpoint.stream import write_files
 from quantkit.export.checkpoint.target import Content
 from quantkit.export.checkpoint.watch import Watched
 from quantkit.manifest import Manifest, write_json
-from quantkit.models.checkpoint import DTYPES, read_bytes
-from quantkit.models.headers import read_place
 from quantkit.models.lora.file import describe_loras
-from quantkit.models.lora.merge import merge_place
-from quantkit.models.quantized.layer import QuantizedLayer, input_limit
-from quantkit.numerics.scales import TensorScale
 from quantkit.parallel import count_threads
 from quantkit.progress import Progress, silence
 from quantkit.resume import Work, resumable_folder
-from quantkit.streamed import CHUNK, ReadRows, measure_rows, quantize_rows
+from quantkit.streamed import CHUNK, ReadRows, measure_rows
 from quantkit.weights import has_static_scale
 
 # Measured by benchmarks/checkpoint_speed.py, rounded up.
@@ -89,12 +87,10 @@ def write_draft(
         found = _find_input_stats(draft, inputs, work, progress)
         watch = Watched(draft.plan, draft.deltas, draft.places)
         watch.restore(work.notes.values())
-        layers = draft.stored or _quantize(draft, found.stats, watch, work, threads, progress)
-        layers = _with_inputs(layers, found.stats, draft)
-        content = _content(draft, layers)
-        if draft.target.arrange is not None:
-            content = draft.target.arrange(content)
-        files, left_out = _write(draft, content, work, watch, threads, progress)
+        read = read_weights(draft)
+        amax = {} if draft.stored else _measure(draft, read, work, threads, progress)
+        content = make_content(draft, make_layers(draft, read, amax, found.stats, watch))
+        files, described, left_out = _write(draft, content, work, watch, threads, progress)
         manifest = Manifest(
             command=_spell_command(command or sys.argv),
             model=_describe_model(draft),
@@ -109,6 +105,9 @@ def write_draft(
                 "files": files,
                 "left_out": left_out,
                 "loras": watch.survived(),
+                "input_amax": {name: seen.input_amax for name, seen in found.stats.items()},
+                "given": dict(draft.given),
+                "described": described,
                 "layers": [],
                 "inputs": [],
                 "outputs": [],
@@ -194,92 +193,15 @@ def _said(source: str) -> dict[str, Any]:
     return {"source": source, "samples": 0, "batches": 0}
 
 
-def _quantize(
-    draft: Draft,
-    stats: Mapping[str, Stats],
-    watch: Watched,
-    work: Work,
-    threads: int | None,
-    progress: Progress,
-) -> dict[str, QuantizedLayer]:
-    read = _merging_reader(draft)
+def _measure(
+    draft: Draft, read: ReadRows, work: Work, threads: int | None, progress: Progress
+) -> dict[str, float]:
     with progress("Measuring weights") as advance:
         amax = measure_rows(
             draft.plan, read, known=work.facts.get("amax"), threads=threads, progress=advance
         )
     work.keep(amax=amax)
-    return quantize_rows(draft.plan, read, amax, stats, watch)
-
-
-def _reader(draft: Draft) -> ReadRows:
-    """Reads rows into a buffer of the calling thread, where its next read overwrites them.
-
-    A fresh array for every chunk costs more in page faults than reading it does.
-    """
-    buffers = threading.local()
-
-    def read(name: str, start: int, stop: int) -> NDArray[Any]:
-        place = draft.places[name]
-        info = draft.checkpoint.info(place.key)
-        if place.transposed or place.columns is not None:
-            return read_place(draft.checkpoint, place, start, stop)
-        dtype = DTYPES[info.dtype]
-        size = (stop - start) * info.shape[-1] * dtype.itemsize
-        if getattr(buffers, "bytes", np.empty(0)).size < size:
-            buffers.bytes = np.empty(size, np.uint8)
-        data: NDArray[np.uint8] = buffers.bytes[:size]
-        read_bytes(info, (place.start + start) * info.shape[-1] * dtype.itemsize, data.data)
-        return data.view(dtype).reshape(stop - start, info.shape[-1])
-
-    return read
-
-
-def _merging_reader(draft: Draft) -> ReadRows:
-    read = _reader(draft)
-    if not draft.deltas.loras:
-        return read
-
-    def merge(name: str, start: int, stop: int) -> NDArray[Any]:
-        return merge_place(draft.deltas, draft.places[name], start, read(name, start, stop))
-
-    return merge
-
-
-def _with_inputs(
-    layers: Mapping[str, QuantizedLayer], stats: Mapping[str, Stats], draft: Draft
-) -> dict[str, QuantizedLayer]:
-    """Stored layers with the input scales that were found for them; all layers checked."""
-    complete: dict[str, QuantizedLayer] = {}
-    for name, layer in layers.items():
-        amax = stats.get(name, Stats()).input_amax
-        if layer.input_scale is None and layer.input is not None and amax is not None:
-            scale = TensorScale.from_amax(amax, input_limit(layer.input))
-            layer = replace(layer, input_scale=scale)
-        static = layer.input is not None and has_static_scale(layer.input)
-        if static and layer.input_scale is None and draft.target.input_scales == "required":
-            raise QuantkitError(
-                f"{name}: {draft.target.name} needs an input scale; give --calibration DATA, "
-                "--stats FOLDER or --data-free"
-            )
-        complete[name] = layer
-    return complete
-
-
-def _content(draft: Draft, layers: Mapping[str, QuantizedLayer]) -> Content:
-    kept = [
-        decision.layer.name
-        for decision in draft.plan.kept
-        if decision.layer.op in ("linear", "other") and len(decision.layer.shape) == 2
-    ]
-    return Content(
-        layers=layers,
-        plain=draft.plain,
-        kept=kept,
-        config=draft.located.config,
-        model_class=draft.located.model_class,
-        made=draft.made,
-        metadata=draft.checkpoint.metadata,
-    )
+    return amax
 
 
 def _write(
@@ -289,14 +211,12 @@ def _write(
     watch: Watched,
     threads: int | None,
     progress: Progress,
-) -> tuple[list[dict[str, Any]], dict[str, str]]:
-    """All files; returns their names and sizes, and what was left out."""
+) -> tuple[list[dict[str, Any]], list[str], dict[str, str]]:
+    """All files; returns their names and sizes, names of those beside, and what was left out."""
     located, target = draft.located, draft.target
-    inner = f"{located.component}/" if located.component and target.side_files else ""
-    sources = {name: info.file for name, info in draft.checkpoint.infos.items()}
-    laid = lay_out(target, content, sources, inner)
+    laid = lay_out_content(draft, content)
     origins = _find_origins(draft, content)
-    (work.folder / inner).mkdir(exist_ok=True)
+    (work.folder / find_folder(draft)).mkdir(exist_ok=True)
     with progress("Writing") as advance:
         write_files(
             laid.files,
@@ -317,7 +237,8 @@ def _write(
             path.parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(file.path, path)
     names = [file.name for file in laid.files]
-    return [{"name": n, "bytes": (work.folder / n).stat().st_size} for n in names], left_out
+    sizes = [{"name": n, "bytes": (work.folder / n).stat().st_size} for n in names]
+    return sizes, list(laid.json), left_out
 
 
 def _find_origins(draft: Draft, content: Content) -> dict[str, list[str]]:
@@ -332,26 +253,6 @@ def _find_origins(draft: Draft, content: Content) -> dict[str, list[str]]:
     }
 
 
-def rehearse(draft: Draft) -> None:
-    """Lay everything out with scales of 1, so that what cannot be written is said at once.
-
-    Raises QuantkitError as the target does.
-    """
-    one = TensorScale(np.float32(1), np.float32(1))
-    amax = dict.fromkeys(draft.plan.schemes, 1.0)
-    layers = draft.stored or quantize_rows(draft.plan, _reader(draft), amax, {})
-    complete = {
-        name: replace(layer, input_scale=layer.input_scale or one)
-        if layer.input is not None and has_static_scale(layer.input)
-        else layer
-        for name, layer in layers.items()
-    }
-    content = _content(draft, complete)
-    if draft.target.arrange is not None:
-        content = draft.target.arrange(content)
-    lay_out(draft.target, content, {n: i.file for n, i in draft.checkpoint.infos.items()}, "")
-
-
 def _describe_model(draft: Draft) -> dict[str, Any]:
     infos = draft.checkpoint.infos.values()
     return {
@@ -362,20 +263,9 @@ def _describe_model(draft: Draft) -> dict[str, Any]:
         "dtype": draft.checkpoint.main_dtype(),
         "parameters": sum(d.layer.size for d in draft.plan.decisions),
         "tensors": len(infos),
-        "content_key": _headers_key(draft),
+        "content_key": headers_key(draft.checkpoint),
         **describe_loras(draft.deltas.loras),
     }
-
-
-def _headers_key(draft: Draft) -> str:
-    """Key of headers, sizes and times: hashing the data would take longer than quantizing it."""
-    digest = hashlib.sha256()
-    for file in draft.checkpoint.files:
-        stat = file.stat()
-        digest.update(f"{file.name}\0{stat.st_size}\0{stat.st_mtime_ns}\0".encode())
-    for info in draft.checkpoint.infos.values():
-        digest.update(f"{info.name}\0{info.dtype}\0{info.shape}\0{info.offset}\0".encode())
-    return digest.hexdigest()
 
 
 def _key(draft: Draft, inputs: InputScales) -> str:
@@ -389,7 +279,8 @@ def _key(draft: Draft, inputs: InputScales) -> str:
         file = inputs.stats / "stats.json" if inputs.stats.is_dir() else inputs.stats
         stats = hashlib.sha256(file.read_bytes()).hexdigest() if file.is_file() else None
     parts = [
-        *(__version__, draft.target.name, _headers_key(draft), dict(draft.located.config), rows),
+        *(__version__, draft.target.name, headers_key(draft.checkpoint, times=True)),
+        *(dict(draft.located.config), rows),
         *(stats, inputs.data, inputs.limit, inputs.data_free),
         *([lora.digest(), lora.scale] for lora in draft.deltas.loras),
     ]

@@ -10,13 +10,13 @@ Source: compressed-tensors 0.20.1, `quantization/` (`quant_args.py`, `quant_sche
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from quantkit.errors import QuantkitError
 from quantkit.models.quantized.layout import Config
+from quantkit.models.quantized.patterns import compile_pattern
 
 METHOD = "compressed-tensors"
 MIXED = "mixed-precision"
@@ -221,11 +221,12 @@ def matcher(quantization: Mapping[str, Any]) -> Callable[[str], Scheme]:
     groups = read_groups(quantization)
     by_target = {target: group for group in groups for target in group.targets}
     patterns = [
-        (_compile(target), by_target[target]) for target in sorted(by_target) if _re(target)
+        (compile_pattern(target), by_target[target]) for target in sorted(by_target) if _re(target)
     ]
     classes = [by_target[target] for target in sorted(by_target) if target[:1].isupper()]
-    ignore = [str(entry) for entry in quantization.get("ignore") or ()]
-    ignored = frozenset(ignore), [_compile(entry) for entry in ignore if _re(entry)]
+    listed = quantization.get("ignore") or ()
+    ignore = [str(entry) for entry in listed] if isinstance(listed, list) else [str(listed)]
+    ignored = frozenset(ignore), [compile_pattern(entry) for entry in ignore if _re(entry)]
 
     def find(name: str) -> Scheme:
         if name in ignored[0] or any(pattern.match(name) for pattern in ignored[1]):
@@ -254,10 +255,3 @@ def matcher(quantization: Mapping[str, Any]) -> Callable[[str], Scheme]:
 
 def _re(target: str) -> bool:
     return target.startswith("re:")
-
-
-def _compile(target: str) -> re.Pattern[str]:
-    try:
-        return re.compile(target.removeprefix("re:"))
-    except re.error as error:
-        raise QuantkitError(f"quantization_config: {target!r} is no pattern ({error})") from error

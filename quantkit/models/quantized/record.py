@@ -77,7 +77,10 @@ def resolve_scale(
         if known == np.float32(stored):
             return recorded
     make = TensorScale.from_divisor if divisor else TensorScale.from_multiplier
-    return make(stored, limit)
+    try:
+        return make(stored, limit)
+    except QuantkitError as error:
+        raise QuantkitError(f"{layer}: {error}") from None
 
 
 def _is_second(fmt: BlockFormat | None) -> bool:

@@ -8,7 +8,7 @@ config.json: torchao itself reads nothing else. Source: torchao.prototype.safete
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy as np
 from numpy.typing import NDArray
@@ -154,6 +154,10 @@ def _stored_scale(
     return dtypes, swizzled_shape(plain) if swizzled else plain
 
 
+def _is_shape(value: object) -> TypeGuard[list[int]]:
+    return isinstance(value, list) and all(isinstance(size, int) for size in value)
+
+
 def _weight_format(
     checkpoint: Checkpoint, module: str, kind: object, data: Mapping[str, Any]
 ) -> BlockFormat:
@@ -165,7 +169,7 @@ def _weight_format(
             (128, 128): "fp8_block",
             info.shape: "fp8",
             (1, info.shape[1]): "fp8_channel",
-        }.get(tuple(block) if isinstance(block, list) else ())
+        }.get(tuple(block) if _is_shape(block) else ())
         if info.dtype == "F8_E5M2":
             name = "fp8_e5m2" if name == "fp8" else None
     else:
