@@ -8,13 +8,13 @@ from pathlib import Path
 
 from quantkit.errors import QuantkitError
 from quantkit.export.checkpoint.content import rehearse
-from quantkit.export.checkpoint.draft import Draft, draft_float, draft_repack
+from quantkit.export.checkpoint.draft import Draft, draft_float, draft_repack, with_original
 from quantkit.export.checkpoint.folder import read_folder
 from quantkit.export.checkpoint.targets import CHECKPOINT_TARGETS
 from quantkit.manifest import FILE as MANIFEST_FILE
 from quantkit.manifest import Manifest
 from quantkit.models.locate import Located, locate
-from quantkit.models.lora.file import Lora, open_lora, parse_lora
+from quantkit.models.lora.file import Lora, open_lora, parse_lora, reopen_loras
 from quantkit.models.quantized import Quantized, open_checkpoint, open_quantized
 from quantkit.models.quantized.problems_files import (
     find_ambiguous,
@@ -50,7 +50,7 @@ def draft_export(
         raise QuantkitError(f"unknown target {to!r}; known: {', '.join(CHECKPOINT_TARGETS)}")
     opened = [open_lora(parse_lora(spec)) for spec in loras]
     if (Path(model) / QUANTIZED_FILE).is_file() and (Path(model) / MANIFEST_FILE).is_file():
-        draft = _draft_folder(Path(model), to, original, choices=(recipe, short, *opened))
+        draft = draft_folder(Path(model), to, original, choices=(recipe, short, *opened))
     elif original is not None:
         raise QuantkitError(
             f"--model is for folders that `quantkit quantize` wrote, and {model} is none"
@@ -58,22 +58,37 @@ def draft_export(
     else:
         located = locate(model)
         quantized = open_quantized(located.weights, allow_pickle=allow_pickle)
-        draft = _draft(located, quantized, to, recipe, short, opened, against)
+        draft = draft_opened(located, quantized, to, recipe, short, opened, against)
     rehearse(draft)
-    return draft
+    given = {
+        "model": model,
+        "original": original,
+        "against": None if against is None else str(against),
+        "allow_pickle": allow_pickle,
+    }
+    return replace(draft, given=given)
 
 
-def _draft_folder(folder: Path, to: str, original: str | None, choices: Sequence[object]) -> Draft:
-    located = locate(original or str(Manifest.read(folder).model["spec"]))
+def draft_folder(
+    folder: Path, to: str, original: str | None, choices: Sequence[object] = ()
+) -> Draft:
+    """An export of the codes in a folder that `quantkit quantize` wrote.
+
+    original: where the model lies that they were made of, by default where it lay then. choices:
+    what only quantizing could do; there must be none.
+    """
+    model = Manifest.read(folder).model
+    located = locate(original or str(model["spec"]))
     checkpoint = open_quantized(located.weights).checkpoint
     layers = read_folder(folder, checkpoint)
     consumed = {key for layer in layers.values() for key in layer.keys}
     plain = {key: info for key, info in checkpoint.infos.items() if key not in consumed}
     target = CHECKPOINT_TARGETS[to]
-    return draft_repack(located, checkpoint, target, "quantkit", layers, plain, choices=choices)
+    draft = draft_repack(located, checkpoint, target, "quantkit", layers, plain, choices=choices)
+    return with_original(draft, reopen_loras(model))
 
 
-def _draft(
+def draft_opened(
     located: Located,
     quantized: Quantized,
     to: str,
@@ -82,6 +97,7 @@ def _draft(
     loras: Sequence[Lora],
     against: Path | None,
 ) -> Draft:
+    """An export of a checkpoint that is open, float or quantized; see `draft_export`."""
     target = CHECKPOINT_TARGETS[to]
     for problem in (*find_float8(quantized), *find_foreign(quantized)):
         raise QuantkitError(f"{problem.name}: {problem.message}; {problem.fix}")

@@ -111,9 +111,7 @@ def draft_plan(
                 f"{f'one of shape {known[name]}' if name in known else 'no such layer'}; the two "
                 "do not belong together"
             )
-    transposed = {place.key for place in headers.places.values() if place.transposed}
-    shapes = {name: info.shape for name, info in checkpoint.infos.items()}
-    deltas = match(loras, shapes, transposed=transposed) if loras else NO_DELTAS
+    deltas = _match(checkpoint, headers.places, loras)
     consumed = {headers.places[name].key for name in plan.schemes}
     biases = {name: place for name, place in headers.biases.items() if name in plan.schemes}
     consumed |= {place.key for place in biases.values()}
@@ -320,6 +318,32 @@ def draft_repack(
         plain=plain,
         stored=layers,
     )
+
+
+def with_original(draft: Draft, loras: Sequence[Lora] = ()) -> Draft:
+    """A repack whose checkpoint is the float model that the codes were made of, with LoRAs merged.
+
+    The tensors that stay are merged too, and the float weight of every layer can be found.
+    Raises QuantkitError for a LoRA that does not fit.
+    """
+    named = draft.located.model_class or _guess_class(draft.checkpoint)
+    places = describe_headers(draft.checkpoint.infos, draft.located.config, named).places
+    deltas = _match(draft.checkpoint, places, loras)
+    return replace(
+        draft,
+        plain={key: _merged(info, deltas) for key, info in draft.plain.items()},
+        places={name: place for name, place in places.items() if name in draft.stored},
+        deltas=deltas,
+        warnings=(*draft.warnings, *deltas.notes),
+    )
+
+
+def _match(checkpoint: Checkpoint, places: Mapping[str, Place], loras: Sequence[Lora]) -> Deltas:
+    if not loras:
+        return NO_DELTAS
+    transposed = {place.key for place in places.values() if place.transposed}
+    shapes = {name: info.shape for name, info in checkpoint.infos.items()}
+    return match(loras, shapes, transposed=transposed)
 
 
 def _strange_pairs(plan: Plan, target: Target) -> dict[tuple[str, str | None], list[str]]:

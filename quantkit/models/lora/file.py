@@ -214,6 +214,23 @@ def describe_loras(loras: Iterable[Lora]) -> dict[str, Any]:
     return {"loras": rows} if rows else {}
 
 
+def reopen_loras(model: Mapping[str, Any]) -> list[Lora]:
+    """The LoRAs of a manifest's `model`, in their order; none when it has none.
+
+    Raises QuantkitError as `open_lora` does, and when a file is not the one that was merged.
+    """
+    loras = []
+    for row in model.get("loras", ()):
+        lora = open_lora(LoraSpec(Path(row["path"]), float(row["scale"])))
+        if lora.digest() != row["content_key"]:
+            raise QuantkitError(
+                f"{lora.spec.path} is not the LoRA that was merged (its content changed); put that "
+                "one back, or make the folder again"
+            )
+        loras.append(lora)
+    return loras
+
+
 def read_elements(info: TensorInfo, start: int, stop: int) -> F32:
     """Elements [start, stop) of a tensor in storage order, float32."""
     stored = np.empty(stop - start, DTYPES[info.dtype])

@@ -52,7 +52,7 @@ def test_each_weight_is_quantized_once(
 class Deep(nn.Module):
     def __init__(self, layers: int) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(256, 256) for _ in range(layers))
+        self.layers = nn.ModuleList(nn.Linear(512, 512) for _ in range(layers))
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
@@ -63,12 +63,12 @@ class Deep(nn.Module):
 def test_memory_follows_the_largest_tensor_and_not_the_model(tmp_path: Path) -> None:
     peaks = []
     for layers in (2, 12):
-        toy = make_toy(Deep(layers), {"x": torch.randn(1, 4, 256)}).quantize()
+        toy = make_toy(Deep(layers), {"x": torch.randn(1, 4, 512)}).quantize()
         tracemalloc.start()
         save(toy.graph, tmp_path)
         peaks.append(tracemalloc.get_traced_memory()[1])
         tracemalloc.stop()
-    codes = 256 * 256 // 2
+    codes = 512 * 512 // 2
     assert peaks[1] - peaks[0] < 2 * codes, "ten more layers hold at most a graph's worth more"
 
 
