@@ -167,7 +167,7 @@ def test_a_declared_dtype_that_the_graph_does_not_compute_is_found(tmp_path: Pat
 
 def test_a_model_beyond_two_gibibytes_is_no_special_case(tmp_path: Path) -> None:
     """No tensor read on demand is ever inside the protobuf message (C21)."""
-    toy = make_toy(Deep(4), {"x": torch.randn(1, 4, 256)}).quantize()
+    toy = make_toy(Deep(4), {"x": torch.randn(1, 4, 512)}).quantize()
     path = toy.save(tmp_path)
     data = sum(v.const_value.nbytes for v in toy.graph.graph.initializers.values() if v.const_value)
     assert path.stat().st_size < 20_000 < data
