@@ -28,12 +28,6 @@ from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
 
-import ml_dtypes
-import numpy as np
-from synthetic import FLUX, LLAMA, flux_shapes, llama_shapes, write_model
-
-from quantkit.models.writer import LazyTensor, write_checkpoint
-
 REPEATS = 5
 QUANTKIT = (sys.executable, "-m", "quantkit.cli.main")
 RECIPE = ("--recipe", "nvfp4-weight-only", "--to", "compressed-tensors")
@@ -106,6 +100,13 @@ def measure(command: Sequence[str | Path]) -> Run:
     return Run(usage.ru_utime, usage.ru_stime, wall, usage.ru_maxrss * 1024)
 
 
+def write_model(name: str, folder: Path) -> int:
+    """Write a synthetic checkpoint, in a process of its own: a child's peak memory counts from what
+    its parent had."""
+    command = [sys.executable, str(Path(__file__).with_name("synthetic.py")), name, str(folder)]
+    return int(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+
+
 def fresh(command: Sequence[str | Path], out: Path) -> Run:
     """Measure a command that writes `out`, which is removed before and after."""
     shutil.rmtree(out, ignore_errors=True)
@@ -123,8 +124,8 @@ def describe(runs: Sequence[Run]) -> dict[str, object]:
 def compare(model: Path, work: Path) -> dict[str, object]:
     """`cp -r` and quantkit in turns, so that what else the machine does meets both."""
     out, tiny = work / "out", work / "tiny.safetensors"
-    one = np.ones((4, 4), ml_dtypes.bfloat16)
-    write_checkpoint(tiny, {"weight": LazyTensor("BF16", one.shape, lambda: one)})
+    header = b'{"weight":{"dtype":"BF16","shape":[4,4],"data_offsets":[0,32]}}'
+    tiny.write_bytes(len(header).to_bytes(8, "little") + header + bytes(32))
     export = (*QUANTKIT, "export", *RECIPE, model, "-o", out, "-q")
     fresh(export, out)  # fills the kernel cache
     runs: dict[str, list[Run]] = {"cp": [], "quantkit": [], "start-up": []}
@@ -152,7 +153,7 @@ def compare_peers(model: Path, work: Path, python: str) -> dict[str, object]:
             continue
         print(name, flush=True)
         try:
-            run = fresh((python, "-c", script, model, work / "peer"), work / "peer")
+            run = fresh((python, "-P", "-c", script, model, work / "peer"), work / "peer")
         except SystemExit as failure:
             found[name] = {"failed": str(failure)}
             continue
@@ -163,7 +164,7 @@ def compare_peers(model: Path, work: Path, python: str) -> dict[str, object]:
 def measure_flux(work: Path) -> dict[str, object]:
     """FLUX.1-dev's transformer: 23.8 GB in, about 7 GB out, both deleted."""
     model, out = work / "flux", work / "flux-out"
-    size = write_model(model, FLUX, flux_shapes(), shards=3)
+    size = write_model("flux", model)
     try:
         target = ("--fp4", "--to", "modelopt", "--data-free")
         run = fresh((*QUANTKIT, "export", *target, model, "-o", out, "-q"), out)
@@ -195,7 +196,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(dir=arguments.scratch) as scratch:
         work = Path(scratch)
         result: dict[str, object] = {"machine": describe_machine()}
-        size = write_model(work / "llama", LLAMA, llama_shapes(), shards=5)
+        size = write_model("llama", work / "llama")
         result |= {"bytes": size, "command": " ".join(RECIPE)}
         result |= compare(work / "llama", work)
         if arguments.peers:

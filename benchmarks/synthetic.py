@@ -1,5 +1,7 @@
 """Checkpoints of real shapes with random bfloat16 weights, written tensor by tensor.
 
+    python benchmarks/synthetic.py llama|flux FOLDER
+
 Values are slices of one pool of Gaussian numbers: what a tensor holds does not matter to speed, and
 drawing billions of numbers would take longer than everything that is measured.
 """
@@ -7,6 +9,7 @@ drawing billions of numbers would take longer than everything that is measured.
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -144,3 +147,10 @@ def _slice(pool: np.ndarray, shape: tuple[int, ...], index: int):
         )
 
     return load
+
+
+MODELS = {"llama": (LLAMA, llama_shapes, 5), "flux": (FLUX, flux_shapes, 3)}
+
+if __name__ == "__main__":
+    config, shapes, shards = MODELS[sys.argv[1]]
+    print(write_model(Path(sys.argv[2]), config, shapes(), shards))

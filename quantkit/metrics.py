@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from quantkit.models.lora.products import sum_rows
 from quantkit.numerics.formats import SCALE_E4M3
 from quantkit.numerics.qtensor import QTensor
 
@@ -24,6 +25,19 @@ def relative_l2(actual: Array, reference: Array) -> float:
     """|actual - reference| / |reference|. Two zeros are equal: 0; only the reference zero: inf."""
     a, r = _flat(actual, reference)
     return _ratio(_norm(a - r), _norm(r))
+
+
+def sums_of_squares(
+    actual: NDArray[np.float32], reference: NDArray[np.float32]
+) -> tuple[float, float]:
+    """(|actual - reference|^2, |reference|^2) of two matrices [n, K], contiguous.
+
+    For arrays that never are in memory at once: with the sums of its parts, the relative L2 of the
+    whole is the root of their quotient.
+    """
+    sums = np.empty((len(reference), 4), np.float64)
+    sum_rows(reference, reference, actual, sums)
+    return math.fsum(sums[:, 2]), math.fsum(sums[:, 3])
 
 
 def sqnr_db(actual: Array, reference: Array) -> float:

@@ -194,19 +194,24 @@ def _algorithms() -> Rows:
 
 
 def _targets() -> Rows:
+    from quantkit.export.checkpoint.draft import spell_pair
+    from quantkit.export.checkpoint.targets import CHECKPOINT_TARGETS
     from quantkit.export.onnx import DIALECTS
-    from quantkit.export.run import TARGETS
 
-    commands = {"quantkit": "quantkit quantize"}
-    dialects = {"onnx": ", ".join(DIALECTS)}
-    return [
-        {
-            "target": name,
-            "command": commands.get(name, f"quantkit export --to {name}"),
-            "dialects": dialects.get(name, "-"),
-        }
-        for name in TARGETS
+    rows = [
+        ("onnx", "quantkit export", f"ONNX with DQ nodes; dialects {', '.join(DIALECTS)}", "-"),
+        ("quantkit", "quantkit quantize", "plain codes and scales, for any target later", "-"),
     ]
+    rows += [
+        (
+            target.name,
+            f"quantkit export --to {target.name}",
+            target.description,
+            ", ".join(sorted(map(spell_pair, target.holds))),
+        )
+        for target in CHECKPOINT_TARGETS.values()
+    ]
+    return [dict(zip(("target", "command", "for", "holds"), row, strict=True)) for row in rows]
 
 
 def _runtimes() -> Rows:

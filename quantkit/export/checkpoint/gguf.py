@@ -147,4 +147,5 @@ TARGET = Target(
     obstacle=_obstacle,
     file=FILE,
     side_files=False,
+    says_inputs=False,
 )

@@ -14,12 +14,14 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
+from numpy.typing import NDArray
 
 from quantkit.export.checkpoint.target import Description, Slot, WriteHeader
 from quantkit.models.checkpoint import DTYPES, TensorInfo, read_bytes
 from quantkit.models.quantized.layer import QuantizedLayer
 from quantkit.numerics import kernels
 from quantkit.numerics.checks import nonfinite_error
+from quantkit.numerics.qtensor import QTensor
 from quantkit.parallel import run_jobs
 from quantkit.progress import Advance
 from quantkit.recipes.plan import FLOATS
@@ -97,7 +99,7 @@ def write_files(
                 if unit.name in kept:
                     written += unit.nbytes
                     continue
-                chunks = list(_chunks(unit))
+                chunks = list(unit_chunks(unit))
                 pending[file.name, unit.name] = len(chunks)
                 for chunk in chunks:
                     yield _Job(path, file.name, unit, places, chunk, len(chunks))
@@ -144,8 +146,8 @@ def _head(path: Path, length: int) -> bytes:
         return file.read(length)
 
 
-def _chunks(unit: Unit) -> Iterator[tuple[int, int]]:
-    """Rows of a layer, or bytes of a tensor that is copied."""
+def unit_chunks(unit: Unit) -> Iterator[tuple[int, int]]:
+    """Rows of a layer, or bytes of a tensor that is copied: what is made at once."""
     if unit.layer is not None:
         rows, columns = unit.layer.shape
         yield from [(0, rows)] if unit.layer.whole else row_chunks(rows, columns)
@@ -154,32 +156,40 @@ def _chunks(unit: Unit) -> Iterator[tuple[int, int]]:
     yield from ((at, min(at + COPY_CHUNK, size)) for at in range(0, max(size, 1), COPY_CHUNK))
 
 
-def _write_chunk(job: _Job, file: BinaryIO) -> None:
-    start, stop = job.chunk
-    if job.unit.layer is not None:
-        quantized = job.unit.layer.rows(start, stop)
-        for slot, place in zip(job.unit.slots, job.starts, strict=True):
-            if slot.encode is None:
-                if start == 0:
-                    _write_value(slot, place, file)
-            elif slot.row_bytes or start == 0:
-                _write(file, place + int(start * slot.row_bytes), slot.encode(quantized))
-        return
-    for slot, place in zip(job.unit.slots, job.starts, strict=True):
-        if slot.copy is None:
-            _write_value(slot, place, file)
+def make_pieces(
+    unit: Unit, start: int, stop: int, quantized: QTensor | None
+) -> Iterator[tuple[int, int, NDArray[Any]]]:
+    """(number of the slot, byte of it, what stands from there on) of one of `unit_chunks`.
+
+    quantized: the rows [start, stop) of the unit's layer, None when it has no layer.
+    """
+    for number, slot in enumerate(unit.slots):
+        if slot.encode is not None:
+            assert quantized is not None, slot.name
+            if slot.row_bytes or start == 0:
+                yield number, int(start * slot.row_bytes), slot.encode(quantized)
+        elif slot.copy is None:
+            if start == 0:
+                yield number, 0, _load(slot)
         else:
             data = np.empty(stop - start, np.uint8)
             read_bytes(slot.copy, start, data.data)
             _check(data, slot.copy)
-            _write(file, place + start, data)
+            yield number, start, data
 
 
-def _write_value(slot: Slot, place: int, file: BinaryIO) -> None:
+def _write_chunk(job: _Job, file: BinaryIO) -> None:
+    start, stop = job.chunk
+    quantized = None if job.unit.layer is None else job.unit.layer.rows(start, stop)
+    for number, at, data in make_pieces(job.unit, start, stop, quantized):
+        _write(file, job.starts[number] + at, data)
+
+
+def _load(slot: Slot) -> NDArray[Any]:
     assert slot.load is not None, slot.name
     value = np.asarray(slot.load())
     assert value.nbytes == slot.nbytes, (slot.name, value.nbytes, slot.nbytes)
-    _write(file, place, value)
+    return value
 
 
 def _write(file: BinaryIO, place: int, array: np.ndarray[Any, Any]) -> None:

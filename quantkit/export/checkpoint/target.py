@@ -83,7 +83,8 @@ class Target:
     """A row of CHECKPOINT_TARGETS.
 
     holds: the (weight format, input format) pairs it can say. input_scales: whether a layer whose
-    input format has a static scale must bring it, may, or cannot say it. recipes: what `--fp4` and
+    input format has a static scale must bring it, may, or cannot say it. says_inputs: whether a
+    file tells the input format of a layer without such a scale. recipes: what `--fp4` and
     `--fp8` mean here where it is not `nvfp4` and `fp8`. file: name of its single file, None
     when it keeps the shards of the source. slots: the tensors of one layer, in file order.
     describe: configuration and metadata. arrange: changes names or merges layers before anything
@@ -105,6 +106,7 @@ class Target:
     recipes: Mapping[str, str] = field(default_factory=dict)
     file: str | None = None
     side_files: bool = True
+    says_inputs: bool = True
 
 
 def scalar_slot(name: str, value: float | np.float32, shape: tuple[int, ...] = ()) -> Slot:
