@@ -84,7 +84,10 @@ class WeightErrors:
     def totals(self) -> dict[str, tuple[float, float]]:
         """Layer -> (|error|^2, |original|^2)."""
         return {
-            name: (math.fsum(e for e, _ in chunks.values()), math.fsum(w for _, w in chunks.values()))
+            name: (
+                math.fsum(e for e, _ in chunks.values()),
+                math.fsum(w for _, w in chunks.values()),
+            )
             for name, chunks in self._sums.items()
         }
 
@@ -177,7 +180,10 @@ def _compare_numbers(
         found.count("layer", name, "block scales", len(differ), total, first)
     if stored.tensor_scale != made.tensor_scale:
         found.say(
-            "layer", name, "tensor scale", f"{stored.tensor_scale!s} on disk, {made.tensor_scale!s} made"
+            "layer",
+            name,
+            "tensor scale",
+            f"{stored.tensor_scale!s} on disk, {made.tensor_scale!s} made",
         )
     if numbers.original is not None:
         floats = numbers.original.rows(start, stop).data.view(np.float32)
