@@ -25,7 +25,7 @@ from quantkit.models.lora.match import match
 from quantkit.models.lora.merge import Deltas, merge_elements, merge_place
 from quantkit.models.quantized.layer import QuantizedLayer
 from quantkit.recipes.layer import Decision, Layer, Scheme
-from quantkit.recipes.loader import load_recipe, pick_recipe
+from quantkit.recipes.loader import SHORT_NAMES, load_recipe, pick_recipe
 from quantkit.recipes.plan import FLOATS, Plan
 from quantkit.recipes.recipe import Recipe
 
@@ -176,10 +176,11 @@ def _choose(
     assert short is not None
     chosen, picked = pick_recipe(short, model_class or "")
     plan = _plan(chosen, layers, target)
-    if _strange_pairs(plan, target) and short in target.recipes:
-        chosen = load_recipe(target.recipes[short])
-        picked = f"--{short} picked {chosen.name}, which {target.name} can hold"
-        plan = _plan(chosen, layers, target)
+    for other in (target.recipes.get(short), SHORT_NAMES[short]):
+        if other is not None and _strange_pairs(plan, target):
+            chosen = load_recipe(other)
+            picked = f"--{short} picked {other}, which {target.name} can hold"
+            plan = _plan(chosen, layers, target)
     return chosen, picked, plan
 
 

@@ -219,3 +219,26 @@ def test_every_target_is_in_the_table_under_its_own_name() -> None:
         for target in CHECKPOINT_TARGETS.values()
         for weight, entry in target.holds
     )
+
+
+def test_a_family_recipe_that_the_target_cannot_hold_gives_way_to_the_general_one(
+    tmp_path: Path,
+) -> None:
+    """FLUX's modulation is FP8 weight-only in `flux-nvfp4`, for which ModelOpt has no name."""
+    rng = np.random.default_rng(0)
+    tensors = {
+        f"double_blocks.{n}.{name}.weight": rng.standard_normal(shape, dtype=np.float32)
+        for n in range(2)
+        for name, shape in {
+            "img_attn.qkv": (384, 128),
+            "img_mlp.0": (512, 128),
+            "img_mod.lin": (768, 128),
+        }.items()
+    }
+    file = write_tensors(tmp_path / "flux.safetensors", tensors)
+    kept = draft_export(str(file), "modelopt", short="fp4")
+    held = draft_export(str(file), "compressed-tensors", short="fp4")
+    assert kept.recipe["name"] == "nvfp4"
+    assert "double_blocks.0.img_mod.lin" not in kept.plan.schemes
+    assert held.recipe["name"] == "flux-nvfp4"
+    assert held.plan.schemes["double_blocks.0.img_mod.lin"].weight.name == "fp8"
