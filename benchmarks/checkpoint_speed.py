@@ -2,7 +2,7 @@
 
     python benchmarks/checkpoint_speed.py -o benchmarks/results/checkpoint_speed.json
     python benchmarks/checkpoint_speed.py --peers PYTHON -o ...    # also the other tools
-    python benchmarks/checkpoint_speed.py --flux -o ...            # also 23.8 GB, by itself
+    python benchmarks/checkpoint_speed.py --flux -o ...            # instead 23.8 GB, quantkit alone
 
 Everything is measured in one run on one machine: user plus system time and peak resident memory of
 whole processes, from the operating system. The checkpoint is a sharded Llama of 2.2 GB with random
@@ -101,8 +101,10 @@ def measure(command: Sequence[str | Path]) -> Run:
 
 
 def write_model(name: str, folder: Path) -> int:
-    """Write a synthetic checkpoint, in a process of its own: a child's peak memory counts from what
-    its parent had."""
+    """Write a synthetic checkpoint in a process of its own.
+
+    A child's peak memory counts from what its parent had, so the one that measures stays small.
+    """
     command = [sys.executable, str(Path(__file__).with_name("synthetic.py")), name, str(folder)]
     return int(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
 
@@ -190,20 +192,23 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("-o", "--output", type=Path, help="JSON; added to what is there")
     parser.add_argument("--peers", metavar="PYTHON", help="interpreter that has the other tools")
-    parser.add_argument("--flux", action="store_true", help="also 23.8 GB (needs 35 GB of disk)")
+    parser.add_argument("--flux", action="store_true", help="instead 23.8 GB (needs 35 GB of disk)")
     parser.add_argument("--scratch", type=Path, help="where to put the checkpoints")
     arguments = parser.parse_args()
+    result: dict[str, object] = {}
+    if arguments.output and arguments.output.is_file():
+        result = json.loads(arguments.output.read_text())
     with tempfile.TemporaryDirectory(dir=arguments.scratch) as scratch:
         work = Path(scratch)
-        result: dict[str, object] = {"machine": describe_machine()}
-        size = write_model("llama", work / "llama")
-        result |= {"bytes": size, "command": " ".join(RECIPE)}
-        result |= compare(work / "llama", work)
-        if arguments.peers:
-            result["peers"] = compare_peers(work / "llama", work, arguments.peers)
-        shutil.rmtree(work / "llama")
+        result["machine"] = describe_machine()
         if arguments.flux:
             result["flux"] = measure_flux(work)
+        else:
+            result["bytes"] = write_model("llama", work / "llama")
+            result["command"] = " ".join(RECIPE)
+            result |= compare(work / "llama", work)
+            if arguments.peers:
+                result["peers"] = compare_peers(work / "llama", work, arguments.peers)
     text = json.dumps(result, indent=2)
     print(text)
     if arguments.output:
