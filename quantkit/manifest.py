@@ -65,7 +65,9 @@ class Manifest:
     command: argv of the run. model: spec, kind, model_class, task, dtype, parameters, content_key.
     recipe: name, source ("--fp4 picked nvfp4") and file. plan: one row per layer
     (`recipes.plan.PlanRow`). coverage: `recipes.plan.Coverage.to_json`. export: target, dialect,
-    opset, files, layers, inputs, outputs; empty before an export.
+    opset, files, layers, inputs, outputs; empty before an export. Of a checkpoint beside: layout of
+    the source, given (how it was named and opened), described (files that say how the weights are
+    read), input_amax (layer -> largest input seen), loras (what of each is left), left_out.
     """
 
     command: Sequence[str]
@@ -149,10 +151,29 @@ def content_key(*parts: Path | bytes | str) -> str:
 def model_key(folder: Path) -> str | None:
     """Content key of the exported model in `folder`; None when there is none.
 
+    Of a checkpoint, of its weights and of the files beside them that say how they are read.
     Verification records it, so that a report never credits a model with the proof of another.
     """
     files = [file for name in MODEL_FILES if (file := folder / name).is_file()]
+    if not files and (folder / FILE).is_file():
+        files = _checkpoint_files(folder)
     return content_key(*files) if files else None
+
+
+def _checkpoint_files(folder: Path) -> list[Path]:
+    content = read_json(folder / FILE)
+    export = content.get("export") if isinstance(content, dict) else None
+    export = export if isinstance(export, dict) else {}
+    rows = export.get("files")
+    names = (
+        [row.get("name") for row in rows if isinstance(row, dict)] if isinstance(rows, list) else []
+    )
+    described = export.get("described")
+    names += described if isinstance(described, list) else []
+    found = [folder / name for name in names if isinstance(name, str)]
+    # A manifest from elsewhere may name anything.
+    home = folder.resolve()
+    return [file for file in found if file.resolve().is_relative_to(home) and file.is_file()]
 
 
 def _files(path: Path) -> list[tuple[str, Path]]:
@@ -216,7 +237,8 @@ def check_output(out: Path, overwrite: bool) -> None:
     content and `overwrite` is False, and when `overwrite` would remove a folder that quantkit did
     not make (no quantkit.json).
     """
-    if out.is_file():
+    # Also a device or a socket, which root could replace.
+    if out.exists() and not out.is_dir():
         raise QuantkitError(f"output {out} is a file; name a folder")
     parent = _existing(out.resolve().parent)
     if not parent.is_dir():

@@ -16,6 +16,7 @@ from quantkit.manifest import (
     atomic_folder,
     check_output,
     content_key,
+    model_key,
     read_json,
     versions,
     write_json,
@@ -158,6 +159,9 @@ def test_an_empty_folder_may_be_filled_and_a_full_one_not(tmp_path):
         raise AssertionError("the block must not run")
     with pytest.raises(QuantkitError, match="is a file; name a folder"):
         check_output(out / FILE, overwrite=True)
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(QuantkitError, match="is a file; name a folder"):
+        check_output(tmp_path / "pipe", overwrite=True)
 
 
 def test_overwriting_replaces_the_whole_folder_and_only_on_success(tmp_path):
@@ -224,3 +228,25 @@ def test_other_system_errors_inside_the_block_keep_their_type(tmp_path):
 def test_a_place_that_cannot_be_written_is_one_line(tmp_path):
     with pytest.raises(QuantkitError, match="cannot write"), atomic_folder(Path("/proc/out")):
         raise AssertionError("the block must not run")
+
+
+def test_the_key_of_a_checkpoint_is_of_its_files_and_nothing_outside(tmp_path):
+    folder = tmp_path / "out"
+    folder.mkdir()
+    export = {
+        "files": [{"name": "a.safetensors"}, {"name": "../outside"}, 3],
+        "described": ["config.json"],
+    }
+    (folder / FILE).write_text(json.dumps({"export": export}))
+    assert model_key(folder) is None
+    (tmp_path / "outside").write_text("1")
+    assert model_key(folder) is None
+    keys = []
+    for name in ("a.safetensors", "config.json"):
+        for text in ("1", "2"):
+            (folder / name).write_text(text)
+            keys.append(model_key(folder))
+    assert None not in keys
+    assert len(set(keys)) == 4
+    (folder / "report.html").write_text("1")
+    assert model_key(folder) == keys[-1]

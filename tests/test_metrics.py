@@ -7,7 +7,14 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from quantkit.metrics import cosine, flushed_to_zero, norm_ratio, relative_l2, sqnr_db
+from quantkit.metrics import (
+    cosine,
+    flushed_to_zero,
+    norm_ratio,
+    relative_l2,
+    sqnr_db,
+    squared_norm,
+)
 from quantkit.numerics import kernels
 from quantkit.numerics.formats import FORMATS
 
@@ -87,3 +94,13 @@ def test_ordinary_weights_are_not_reported_as_flushed(name: str) -> None:
     w[3] = 0
     assert flushed_to_zero(w, kernels.quantize(w, FORMATS[name])) < 1e-3
     assert flushed_to_zero(w * 0, kernels.quantize(w * 0, FORMATS[name])) == 0
+
+
+def test_the_norm_of_parts_is_that_of_the_whole_in_any_range() -> None:
+    rng = np.random.default_rng(0)
+    for scale in (1e-30, 1e-12, 1.0, 1e12, 1e25):
+        x = (rng.standard_normal((70, 129)) * scale).astype(np.float32)
+        wanted = float(np.sum(x.astype(np.float64) ** 2))
+        assert squared_norm(x) == pytest.approx(wanted, rel=1e-6)
+        assert squared_norm(x[:40]) + squared_norm(x[40:]) == pytest.approx(wanted, rel=1e-6)
+    assert squared_norm(np.zeros((3, 5), np.float32)) == 0

@@ -13,10 +13,16 @@ MODEL_FILE = "model.onnx"
 
 def find_onnx(artefact: Path) -> Path:
     """The ONNX file that `artefact` is or holds; QuantkitError when there is none."""
+    if artefact.is_dir() and (artefact / MODEL_FILE).is_file():
+        return artefact / MODEL_FILE
+    folder = find_folder(artefact)
+    target = find_checkpoint_target(folder)
+    if target is not None and artefact.suffix != ".onnx":
+        raise QuantkitError(
+            f"{folder} is a checkpoint ({target}), and engines are made of ONNX models: check it "
+            f"with `quantkit verify {folder}`, or export the original to ONNX (no --to)"
+        )
     if artefact.is_dir():
-        file = artefact / MODEL_FILE
-        if file.is_file():
-            return file
         raise QuantkitError(
             f"{artefact} has no {MODEL_FILE}; name a folder that `quantkit export` wrote, or an "
             ".onnx file"
@@ -40,6 +46,20 @@ def find_folder(artefact: Path) -> Path:
     if artefact.is_file() and (artefact.parent / FILE).is_file():
         return artefact.parent
     return artefact
+
+
+def find_checkpoint_target(folder: Path) -> str | None:
+    """The target of the checkpoint in a folder that `quantkit export` wrote, None for any other."""
+    from quantkit.manifest import FILE, read_json
+
+    if not (folder / FILE).is_file():
+        return None
+    from quantkit.export.checkpoint.targets import CHECKPOINT_TARGETS
+
+    content = read_json(folder / FILE)
+    export = content.get("export") if isinstance(content, dict) else None
+    target = export.get("target") if isinstance(export, dict) else None
+    return target if target in CHECKPOINT_TARGETS else None
 
 
 def find_engine(onnx: Path) -> Path:

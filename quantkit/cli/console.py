@@ -174,3 +174,9 @@ def printable(text: str) -> str:
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+def suggest_real_run(console: Console, output: object | None) -> None:
+    """After a dry run: the same command line, every option included, without --dry-run."""
+    words = [word for word in sys.argv[1:] if word != "--dry-run"]
+    console.next("quantkit", *words, *(() if output else ("-o", "OUT")))

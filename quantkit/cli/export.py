@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from quantkit.cli import options as opt
-from quantkit.cli.console import Console
+from quantkit.cli.console import Console, suggest_real_run
 from quantkit.errors import QuantkitError
 
 
@@ -147,7 +147,7 @@ def export(
         from quantkit.cli.show_plan import show_plan
 
         show_plan(console, model, recipe, short, compute_dtype, lora or ())
-        suggest_run(console, "export", model, recipe, short, output)
+        suggest_real_run(console, output)
         return
     folder = require_output(output)
     from quantkit.export.run import export_model
@@ -198,16 +198,3 @@ def require_output(output: Path | None) -> Path:
     if output is None:
         raise QuantkitError("say where to write: -o FOLDER (or --dry-run to see the plan only)")
     return output
-
-
-def suggest_run(
-    console: Console,
-    command: str,
-    model: str,
-    recipe: str | None,
-    short: str | None,
-    output: Path | None,
-) -> None:
-    """After a dry run: the same command, for real."""
-    choice = [f"--{short}"] if short else ["--recipe", recipe] if recipe else []
-    console.next("quantkit", command, *choice, model, "-o", output or "OUT")

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from quantkit.cli.console import Console
+from quantkit.cli.console import Console, suggest_real_run
 from quantkit.cli.show_plan import show_rows, summarise_export
 from quantkit.errors import QuantkitError
 
@@ -65,8 +65,7 @@ def export_checkpoint(
             estimate_memory(draft, threads),
             [asdict(rule) for rule in draft.plan.rules],
         )
-        choice = [f"--{short}"] if short else ["--recipe", recipe] if recipe else []
-        console.next("quantkit", "export", *choice, "--to", to, model, "-o", output or "OUT")
+        suggest_real_run(console, output)
         return
     assert output is not None
     manifest = write_draft(
@@ -80,4 +79,4 @@ def export_checkpoint(
         progress=console.progress,
     )
     summarise_export(console, manifest, output)
-    console.next("quantkit", "inspect", output)
+    console.next("quantkit", "verify", output)

@@ -7,6 +7,7 @@ a crash, which here means "the answer is no") was refused.
 
 from __future__ import annotations
 
+import io
 import os
 import signal
 import sys
@@ -140,6 +141,10 @@ def main() -> None:
     """Entry point of the console script. Bare `quantkit` shows the help."""
     # `kill`, a batch system and a container's stop clean up like Ctrl-C.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
+    for stream in (sys.stdout, sys.stderr):
+        # A terminal that cannot show a letter of a path must not end the run.
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
     if not sys.warnoptions:
         # What libraries tell their own developers is not for the user.
         warnings.simplefilter("ignore", DeprecationWarning)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import sys
 
 from quantkit.cli import options as opt
-from quantkit.cli.console import Console
-from quantkit.cli.export import pick_short, require_output, suggest_run
+from quantkit.cli.console import Console, suggest_real_run
+from quantkit.cli.export import pick_short, require_output
 
 
 def quantize(
@@ -37,7 +37,7 @@ def quantize(
         from quantkit.cli.show_plan import show_plan
 
         show_plan(console, model, recipe, short, compute_dtype, lora or ())
-        suggest_run(console, "quantize", model, recipe, short, output)
+        suggest_real_run(console, output)
         return
     folder = require_output(output)
     from quantkit.cli.show_plan import summarise_export

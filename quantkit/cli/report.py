@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from quantkit.cli import options as opt
-from quantkit.cli.artefact import MODEL_FILE, find_folder
+from quantkit.cli.artefact import MODEL_FILE, find_checkpoint_target, find_folder
 from quantkit.cli.console import Console
 
 STAGES = ("lint", "verify", "build", "audit")
@@ -43,10 +43,11 @@ def report(
     html, markdown = write_report(found, output or found[0])
     console.result({"html": str(html), "markdown": str(markdown)}, f"{html}\n{markdown}")
     for folder in found:
-        if not (folder / MODEL_FILE).is_file():
+        checkpoint = find_checkpoint_target(folder) is not None
+        if not checkpoint and not (folder / MODEL_FILE).is_file():
             console.next("quantkit", "export", folder, "-o", "OUT")
             return
-        for stage in STAGES:
+        for stage in ("verify",) if checkpoint else STAGES:
             if not (folder / f"{stage}.json").is_file():
                 console.next("quantkit", stage, folder)
                 return

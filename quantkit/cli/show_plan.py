@@ -132,9 +132,13 @@ def summarise_export(console: Console, manifest: Manifest, output: Path) -> None
         console.warn(warning)
     listed = ", ".join(f"{count} layers {name}" for name, count in formats.items())
     coverage = manifest.coverage
+    # Of a repacked weight nobody knows what it was stored as before.
+    repacked = manifest.export.get("layout", "float") != "float"
     lines = [
         f"{output}: {listed} (weight x input), {len(manifest.plan) - len(quantized)} layers kept",
-        f"weights {format_bytes(coverage['bytes_before'])} -> "
+        f"files {format_bytes(size)}"
+        if repacked
+        else f"weights {format_bytes(coverage['bytes_before'])} -> "
         f"{format_bytes(coverage['bytes_after'])}; files {format_bytes(size)}",
     ]
     if manifest.calibration:
@@ -142,8 +146,9 @@ def summarise_export(console: Console, manifest: Manifest, output: Path) -> None
             f"calibrated on {manifest.calibration['source']}: "
             f"{manifest.calibration['samples']} samples"
             if manifest.calibration["samples"]
-            else f"input scales from {manifest.calibration['source']}"
+            else f"input scales: {manifest.calibration['source']}"
         )
+    lines += manifest.export.get("notes", [])
     console.result(
         {
             "output": str(output),

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from quantkit.cli import options as opt
 from quantkit.cli.artefact import find_folder
 from quantkit.cli.console import Console, format_table
+
+if TYPE_CHECKING:
+    from quantkit.evaluate.graph import GraphVerification
 
 
 def verify(
@@ -29,12 +32,14 @@ def verify(
 ) -> None:
     """Prove the export right; say what it cost.
 
-    Runs the graph on ONNX Runtime's CPU provider and compares it with the fake-quantized PyTorch
-    model, which it must equal, and with the original model on data that calibration did not see.
-    Exits 1 when the graph is not the model.
+    A graph runs on ONNX Runtime's CPU provider and is compared with the fake-quantized PyTorch
+    model, which it must equal, and with the original model on data that calibration did not see. A
+    checkpoint is read back and compared with what its plan makes of the original, byte for byte.
+    Exits 1 when it is not what it should be.
     """
     console = Console(json=json, verbosity=verbose - quiet)
     folder = find_folder(folder)
+    from quantkit.evaluate.checkpoint import CheckpointVerification
     from quantkit.evaluate.verify import verify as run
     from quantkit.manifest import model_key, write_json
 
@@ -43,6 +48,24 @@ def verify(
     )
     content = result.to_json() | {"content_key": model_key(folder)}
     write_json(folder / "verify.json", content)
+    if isinstance(result, CheckpointVerification):
+        from quantkit.cli.verify_checkpoint import describe_checkpoint
+
+        console.result(content, describe_checkpoint(result, folder))
+    else:
+        console.result(content, describe_graph(result, content))
+    if not result.passed:
+        console.next("quantkit", "report", folder)
+        raise typer.Exit(1)
+    ends = isinstance(result, CheckpointVerification)
+    console.next("quantkit", "report" if ends else "build", folder)
+
+
+def describe_graph(result: GraphVerification, content: Mapping[str, Any]) -> str:
+    """Weights, layers and outputs against the model, the cost of quantization, and what failed.
+
+    content: of verify.json.
+    """
     layers, weights, kept = content["layers"], content["weights"], content["kept"]
     plain, quantized = (result.worst(input_quantizers=each) for each in (False, True))
     lines = [
@@ -77,11 +100,7 @@ def verify(
         else "FAILED: the graph differs from the fake-quantized model (see verify.json)",
         *list_failures(content),
     ]
-    console.result(content, "\n".join(lines))
-    if not result.passed:
-        console.next("quantkit", "report", folder)
-        raise typer.Exit(1)
-    console.next("quantkit", "build", folder)
+    return "\n".join(lines)
 
 
 def list_failures(content: Mapping[str, Any]) -> list[str]:

@@ -48,7 +48,7 @@ def compare_beside(folder: Path, laid: Laid, found: Differences) -> None:
 def _compare_metadata(path: Path, file: OutputFile) -> list[str]:
     written = file.description.metadata
     if is_gguf(path):
-        pairs = {key: json.loads(text)[2] for key, text in written.items()}
+        pairs = {key: _decode(*json.loads(text)) for key, text in written.items()}
         return _list_changes(dict(read_gguf_header(path).metadata), pairs)
     return _list_changes(read_metadata(path), {"format": "pt", **written})
 
@@ -66,16 +66,15 @@ def _list_changes(stored: Any, made: Any, path: str = "") -> list[str]:
             else:
                 found += _list_changes(stored[key], made[key], own)
         return found
-    return [] if _is_same(stored, made) else [f"{path or 'all of it'} was changed"]
+    return [] if stored == made else [f"{path or 'all of it'} was changed"]
 
 
-def _is_same(stored: Any, made: Any) -> bool:
-    if isinstance(stored, list) and isinstance(made, list):
-        return len(stored) == len(made) and all(map(_is_same, stored, made))
-    if isinstance(stored, float) and isinstance(made, (int, float)):
-        # GGUF keeps numbers in float32.
-        return stored == made or np.float32(stored) == np.float32(made)
-    return bool(stored == made)
+def _decode(kind: str, item: str | None, value: Any) -> Any:
+    """A value as it is read back: of numbers GGUF keeps most in float32, and items by the first."""
+    floats = kind == "ARRAY" and item is None and value and isinstance(value[0], float)
+    if floats or "FLOAT32" in (kind, item):
+        return np.array(value, np.float32).tolist()
+    return value
 
 
 def _shorten(changes: list[str]) -> str:

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -19,29 +19,36 @@ from numpy.typing import NDArray
 from quantkit.errors import QuantkitError
 from quantkit.evaluate.differences import Differences
 from quantkit.export.checkpoint.stream import Unit, make_pieces, unit_chunks
-from quantkit.metrics import sums_of_squares
+from quantkit.metrics import squared_norm
 from quantkit.models.checkpoint import TensorInfo, read_bytes
 from quantkit.models.quantized.layer import QuantizedLayer
-from quantkit.numerics import kernels
 from quantkit.numerics.formats import FORMATS
 from quantkit.numerics.qtensor import QTensor
+from quantkit.numerics.steps import decode, factor_of
 from quantkit.streamed import ReadRows, row_chunks
 
 # Float rows travel through a target's joins and reorderings as codes of this format, 4 a value.
 CARRIER = FORMATS["fp8_channel"]
+# Elements decoded together: fewer cost calls, more leave the cache between one step and the next.
+SLAB = 1 << 17
+
+_kept = threading.local()
+
+ReadFloats = Callable[[int, int], NDArray[Any]]
+"""(start, stop) -> rows [start, stop) of a layer [N, K] in any float dtype."""
 
 
 @dataclass(frozen=True, slots=True)
 class Numbers:
     """A layer three times. name: as written. made: again. stored: as read from disk.
 
-    original: as `carry_floats` gives it; None where there is no float weight to compare with.
+    original: rows as floats; None where there is no float weight to compare with.
     """
 
     name: str
     made: QuantizedLayer
     stored: QuantizedLayer
-    original: QuantizedLayer | None = None
+    original: ReadFloats | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,27 +103,21 @@ def carry_floats(layer: QuantizedLayer, read: ReadRows, name: str) -> QuantizedL
     """A layer whose rows hold, where codes are expected, the float32 values they were made of.
 
     A target joins layers and moves rows without looking into them, so it moves these the same way.
-    read: of the float source, which knows the layer as `name`.
+    read: of the float source, which knows the layer as `name`. See `unpack_floats`.
     """
     columns = layer.shape[1]
 
     def rows(start: int, stop: int) -> QTensor:
         values = np.array(read(name, start, stop), np.float32, order="C")
-        data = values.view(np.uint8)
         scale = np.ones((stop - start, 1), np.float32)
-        return QTensor(CARRIER, (stop - start, 4 * columns), data, scale)
+        return QTensor(CARRIER, (stop - start, 4 * columns), values.view(np.uint8), scale)
 
-    return QuantizedLayer(
-        layer.name,
-        layer.shape,
-        layer.weight,
-        layer.input,
-        rows,
-        layer.tensor_scale,
-        layer.input_scale,
-        layer.keys,
-        layer.whole,
-    )
+    return replace(layer, rows=rows)
+
+
+def unpack_floats(layer: QuantizedLayer) -> ReadFloats:
+    """Reads the values of a layer that `carry_floats` made and a target arranged."""
+    return lambda start, stop: layer.rows(start, stop).data.view(np.float32)
 
 
 def compare_chunk(
@@ -186,8 +187,38 @@ def _compare_numbers(
             f"{stored.tensor_scale!s} on disk, {made.tensor_scale!s} made",
         )
     if numbers.original is not None:
-        floats = numbers.original.rows(start, stop).data.view(np.float32)
-        errors.add(name, start, sums_of_squares(kernels.dequantize(stored), floats))
+        floats = numbers.original(start, stop)
+        errors.add(name, start, _sum_squares(stored, floats))
+
+
+def _sum_squares(stored: QTensor, floats: NDArray[Any]) -> tuple[float, float]:
+    """|decoded - floats|^2 and |floats|^2, a few rows at a time, in memory that the thread keeps.
+
+    Fresh arrays for every chunk cost more in page faults than decoding does.
+    """
+    (rows, columns), fmt = stored.shape, stored.format
+    height = fmt.block[0] or 1
+    step = max(1, SLAB // columns // height) * height
+    factor = factor_of(stored.scale, fmt, stored.tensor_scale)
+    error = original = 0.0
+    for start in range(0, rows, step):
+        stop = min(start + step, rows)
+        values, part = _scratch(stop - start, columns)
+        part[:] = floats[start:stop]
+        original += squared_norm(part)
+        per_row = factor if fmt.block[0] is None else factor[start // height : -(-stop // height)]
+        decode(np.ascontiguousarray(stored.data[start:stop]), fmt, per_row, values)
+        error += squared_norm(np.subtract(values, part, out=values))
+    return error, original
+
+
+def _scratch(rows: int, columns: int) -> NDArray[np.float32]:
+    """Two float32 matrices [rows, columns] of this thread, with whatever is in them."""
+    size = 2 * rows * columns
+    if getattr(_kept, "room", np.empty(0)).size < size:
+        _kept.room = np.empty(size, np.float32)
+    room: NDArray[np.float32] = _kept.room[:size]
+    return room.reshape(2, rows, columns)
 
 
 def codes_that_differ(one: QTensor, other: QTensor) -> NDArray[np.intp]:

@@ -1,4 +1,4 @@
-"""Verify an export: prove that the file is right, then say what quantization costs.
+"""Verify an exported graph: prove that the file is right, then say what quantization costs.
 
 Reads an artefact folder and the model it was made from; trusts nothing of the export but its own
 record of the plan and the calibrated ranges. Everything runs on a CPU.
@@ -14,7 +14,6 @@ from typing import Any
 import torch
 
 from quantkit.calibrate.data import load_batches
-from quantkit.errors import QuantkitError
 from quantkit.evaluate.cost import LayerCost, OutputCost, measure_layers, measure_outputs
 from quantkit.evaluate.exported import load_lowered
 from quantkit.evaluate.parity import (
@@ -40,8 +39,8 @@ WORST_LAYERS = 10
 
 
 @dataclass(frozen=True, slots=True)
-class Verification:
-    """The verdict on an export, and the price of quantization.
+class GraphVerification:
+    """The verdict on an exported graph, and the price of quantization.
 
     weights, kept, layers, runs: the graph against the fake-quantized module (see `parity`).
     data: what the cost was measured on. outputs, worst_layers: quantized against original (see
@@ -103,15 +102,15 @@ class Verification:
         }
 
 
-def verify(
-    folder: str | Path,
+def verify_graph(
+    folder: Path,
     *,
     model: str | None = None,
     calibration: str | Iterable[Mapping[str, torch.Tensor]] | None = None,
     limit: int | None = None,
     progress: Progress = silence,
-) -> Verification:
-    """Verify an exported folder against the model it was made from.
+) -> GraphVerification:
+    """Verify a folder with an ONNX model against the model it was made from.
 
     model: where the model lies now, by default where it lay at export. calibration: data to measure
     the cost on (see `load_batches`; its held-out part is used), by default what calibration used.
@@ -119,12 +118,7 @@ def verify(
     Raises QuantkitError when the folder or the model cannot be read, or when the model is not the
     one that was exported.
     """
-    folder = Path(folder)
     manifest = Manifest.read(folder)
-    if manifest.export.get("target") != "onnx":
-        raise QuantkitError(
-            f"{folder} holds no ONNX model to verify; make one: quantkit export {folder} -o OUT"
-        )
     source = open_recorded(manifest, folder, model)
     plan = Plan.from_rows(manifest.recipe["name"], manifest.plan)
     stats, amax = read_stats(folder, plan)
@@ -155,7 +149,7 @@ def verify(
         outputs = measure_outputs(source, module, weights, batches, advance)
     with progress("Measuring layers") as advance:
         costs = measure_layers(source, module, weights, batches[0], advance)
-    return Verification(weight_parity, kept, layers, runs, data, outputs, costs[:WORST_LAYERS])
+    return GraphVerification(weight_parity, kept, layers, runs, data, outputs, costs[:WORST_LAYERS])
 
 
 def example_inputs(source: Source) -> list[Mapping[str, torch.Tensor]]:

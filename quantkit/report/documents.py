@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from quantkit.errors import QuantkitError
+from quantkit.export.checkpoint.targets import CHECKPOINT_TARGETS
 from quantkit.manifest import FILE, read_json
 
 Json = Mapping[str, Any]
@@ -32,6 +33,19 @@ class Documents:
     lint: Json | None = None
     build: Json | None = None
     audit: Json | None = None
+
+    @property
+    def checkpoint_target(self) -> str | None:
+        """The target of a folder that holds a checkpoint, None for any other."""
+        target = text(self.manifest, "export", "target")
+        return target if target in CHECKPOINT_TARGETS else None
+
+    @property
+    def is_repack(self) -> bool:
+        """Whether the source was quantized already, so that its weights had other sizes before."""
+        return self.checkpoint_target is not None and (
+            text(self.manifest, "export", "layout") not in (None, "float")
+        )
 
     @property
     def asked(self) -> dict[str, str]:

@@ -6,6 +6,7 @@ The measurements stand in `evidence.py`.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import chain
 
 from quantkit.report.blocks import Block, Cell, Column, Facts, Note, Section, Table
 from quantkit.report.cells import MISSING, measured, said
@@ -17,7 +18,7 @@ from quantkit.report.evidence import (
     lint_blocks,
     verification_blocks,
 )
-from quantkit.report.words import count, counted, format_name, size
+from quantkit.report.words import count, counted, format_name, input_name, size
 
 
 def sections(documents: Documents) -> tuple[Section, ...]:
@@ -25,15 +26,15 @@ def sections(documents: Documents) -> tuple[Section, ...]:
     made = (
         ("What was done", _done(documents)),
         ("Not run", _not_run(documents)),
-        ("Warnings", _warnings(documents)),
-        ("Sizes", _sizes(documents)),
+        ("Warnings", warning_blocks(documents)),
+        ("Sizes", chain(size_blocks(documents), file_blocks(documents))),
         ("Verification", verification_blocks(documents)),
         ("Cost of quantization", cost_blocks(documents)),
         ("Engine audit", audit_blocks(documents)),
         ("Engine build", build_blocks(documents)),
         ("Lint", lint_blocks(documents)),
-        ("Layers", _layers(documents)),
-        ("Conventions and versions", _small_print(documents)),
+        ("Layers", layer_blocks(documents)),
+        ("Conventions and versions", small_print(documents)),
     )
     found = ((title, tuple(blocks)) for title, blocks in made)
     return tuple(Section(title, blocks) for title, blocks in found if blocks)
@@ -53,11 +54,11 @@ def _done(documents: Documents) -> Iterator[Block]:
             ("Recipe", said(manifest, "recipe", "name", code=True)),
             ("Why this recipe", said(manifest, "recipe", "source")),
             ("Calibration data", said(calibration, "source")),
-            ("Calibration size", _calibration_size(calibration)),
+            ("Calibration size", calibration_size(calibration)),
             ("About that data", said(calibration, "description")),
             ("Target", said(manifest, "export", "target")),
             ("ONNX dialect, opset", _pair(said(manifest, "export", "dialect"), manifest)),
-            ("Made by", _maker(manifest)),
+            ("Made by", maker(manifest)),
             ("Model content key", said(model, "content_key", code=True)),
         )
     )
@@ -65,7 +66,8 @@ def _done(documents: Documents) -> Iterator[Block]:
     yield Note("Command:", code=" ".join(command)) if command else Note("Command: not recorded")
 
 
-def _calibration_size(calibration: Json | None) -> Cell:
+def calibration_size(calibration: Json | None) -> Cell:
+    """How much data calibration saw."""
     batches, samples = number(calibration, "batches"), number(calibration, "samples")
     parts = [
         f"{value:,.0f} {noun}"
@@ -80,7 +82,8 @@ def _pair(dialect: Cell, manifest: Json) -> Cell:
     return dialect if opset is None else Cell(f"{dialect.text}, {opset}", dialect.tone)
 
 
-def _maker(manifest: Json) -> Cell:
+def maker(manifest: Json) -> Cell:
+    """Which program, in which version, and when."""
     name, version = text(manifest, "tool", "name"), text(manifest, "tool", "version")
     when = text(manifest, "created")
     known = [part for part in (name, version, f"at {when}" if when else None) if part]
@@ -119,7 +122,8 @@ def _not_run(documents: Documents) -> Iterator[Block]:
     yield Note("Speed: not measured. Nothing on this page is a timing of the model.")
 
 
-def _warnings(documents: Documents) -> Iterator[Block]:
+def warning_blocks(documents: Documents) -> Iterator[Block]:
+    """What every stage warned of."""
     for source in (documents.manifest, documents.build, documents.verify, documents.audit):
         for warning in words(source, "warnings"):
             yield Note(warning, "warn")
@@ -131,35 +135,35 @@ def _warnings(documents: Documents) -> Iterator[Block]:
         yield Note(f"The engine only emulates {name}.", "warn")
 
 
-def _sizes(documents: Documents) -> Iterator[Block]:
+def size_blocks(documents: Documents) -> Iterator[Block]:
+    """Weights by precision, before and after; without "before" where that is not known."""
+    known = not documents.is_repack
     totals: dict[str | None, list[float]] = {}
     for row in items(documents.manifest, "plan"):
         total = totals.setdefault(text(row, "weight_format"), [0, 0, 0])
         total[0] += 1
         total[1] += number(row, "bytes_before") or 0
         total[2] += number(row, "bytes_after") or 0
-    largest = max((t[1] for t in totals.values()), default=0) or 1
+    largest = max((t[1 if known else 2] for t in totals.values()), default=0) or 1
     if totals:
-        yield Table(
-            "Weights by precision, before and after",
-            (
-                Column("Precision"),
-                Column("Weights", True),
-                Column("Before", True),
-                Column("After", True),
-                Column("Share", True),
-            ),
-            tuple(
-                (
-                    Cell(format_name(name)),
-                    Cell(f"{total[0]:,.0f}", sort=total[0]),
-                    measured(total[1], size(total[1]), largest),
-                    measured(total[2], size(total[2]), largest),
-                    Cell(f"{total[2] / total[1]:.0%}" if total[1] else "", sort=total[2]),
-                )
-                for name, total in sorted(totals.items(), key=lambda item: -item[1][1])
-            ),
-        )
+        columns = [Column("Precision"), Column("Weights", True)]
+        columns += [Column("Before", True)] if known else []
+        columns += [Column("After" if known else "Size", True)]
+        columns += [Column("Share", True)] if known else []
+        rows = []
+        for name, total in sorted(totals.items(), key=lambda item: -item[1][1]):
+            cells = [Cell(format_name(name)), Cell(f"{total[0]:,.0f}", sort=total[0])]
+            cells += [measured(total[1], size(total[1]), largest)] if known else []
+            cells += [measured(total[2], size(total[2]), largest)]
+            share = f"{total[2] / total[1]:.0%}" if total[1] else ""
+            cells += [Cell(share, sort=total[2])] if known else []
+            rows.append(tuple(cells))
+        caption = "Weights by precision" + (", before and after" if known else "")
+        yield Table(caption, tuple(columns), tuple(rows))
+
+
+def file_blocks(documents: Documents) -> Iterator[Block]:
+    """The files that were written, and the engine."""
     files = [
         (Cell(text(f, "name") or "?", code=True), measured(b := number(f, "bytes"), size(b)))
         for f in items(documents.manifest, "export", "files")
@@ -171,7 +175,8 @@ def _sizes(documents: Documents) -> Iterator[Block]:
         yield Table("Files", (Column("File"), Column("Size", True)), tuple(files))
 
 
-def _layers(documents: Documents) -> Iterator[Block]:
+def layer_blocks(documents: Documents) -> Iterator[Block]:
+    """The plan: every weight with its formats and the reason."""
     rows = items(documents.manifest, "plan")
     if not rows:
         yield Note("The manifest has no plan.", "bad")
@@ -183,18 +188,14 @@ def _layers(documents: Documents) -> Iterator[Block]:
         yield Note(
             f"Quantized {count(done)} of {count(of)} parameters ({share:.0%} of weight bytes)."
         )
+    known = not documents.is_repack
+    columns = [Column("Layer"), Column("Type"), Column("Shape"), Column("Weight"), Column("Input")]
+    columns += [Column("Reason")]
+    columns += [Column("Before", True)] if known else []
+    columns += [Column("After" if known else "Size", True)]
     yield Table(
         "Every weight, what it became and why",
-        (
-            Column("Layer"),
-            Column("Type"),
-            Column("Shape"),
-            Column("Weight"),
-            Column("Input"),
-            Column("Reason"),
-            Column("Before", True),
-            Column("After", True),
-        ),
+        tuple(columns),
         tuple(
             (
                 said(row, "layer", code=True),
@@ -203,7 +204,7 @@ def _layers(documents: Documents) -> Iterator[Block]:
                 Cell(format_name(w := text(row, "weight_format")), "" if w else "muted"),
                 _input(w, text(row, "input_format")),
                 said(row, "reason"),
-                measured(b := number(row, "bytes_before"), size(b)),
+                *([measured(b := number(row, "bytes_before"), size(b))] if known else []),
                 measured(b := number(row, "bytes_after"), size(b)),
             )
             for row in rows
@@ -214,10 +215,11 @@ def _layers(documents: Documents) -> Iterator[Block]:
 def _input(weight: str | None, given: str | None) -> Cell:
     if given is None:
         return Cell("not quantized", "muted") if weight else Cell("")
-    return Cell(format_name(given))
+    return Cell(input_name(given))
 
 
-def _small_print(documents: Documents) -> Iterator[Block]:
+def small_print(documents: Documents) -> Iterator[Block]:
+    """What the numbers mean, and the versions that made them."""
     for key in ("conventions", "versions"):
         values = get(documents.manifest, key)
         if isinstance(values, dict) and values:

@@ -12,7 +12,12 @@ FORMAT_NAMES = {
     "mxfp8": "MXFP8",
     "fp8": "FP8 (per tensor)",
     "fp8_channel": "FP8 (per channel)",
+    "fp8_block": "FP8 (128 x 128 blocks)",
+    "fp8_group": "FP8 (groups of 128)",
+    "fp8_e5m2": "FP8 E5M2 (per tensor)",
 }
+# The rows of an input are tokens.
+INPUT_NAMES = FORMAT_NAMES | {"fp8_channel": "FP8 (per token)"}
 
 
 def format_name(name: str | None) -> str:
@@ -20,6 +25,11 @@ def format_name(name: str | None) -> str:
     base, _, rest = (name or "").partition("-")
     known = FORMAT_NAMES.get(base, base or "kept")
     return f"{known}, {rest.replace('-', ' ')}" if rest else known
+
+
+def input_name(name: str) -> str:
+    """The format that a layer's input is quantized to, as a heading spells it."""
+    return INPUT_NAMES.get(name, name)
 
 
 def short_format(name: str) -> str:

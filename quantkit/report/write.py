@@ -13,10 +13,15 @@ from markupsafe import Markup
 from quantkit.errors import QuantkitError
 from quantkit.report.blocks import Cell, Column, Page, Table
 from quantkit.report.cells import MISSING, measured
+from quantkit.report.checkpoint import checkpoint_sections
+from quantkit.report.checkpoint_verdict import checkpoint_verdict
 from quantkit.report.documents import Documents, items, least, number, read_documents, text, worst
 from quantkit.report.sections import sections
 from quantkit.report.verdict import realised, verdict
 from quantkit.report.words import error, fixed, size
+
+# A measurement that this kind of artefact does not have.
+NOT_OF_THIS = Cell("-", "muted")
 
 
 def write_report(folders: Sequence[Path], output: Path) -> tuple[Path, Path]:
@@ -49,6 +54,13 @@ def write_report(folders: Sequence[Path], output: Path) -> tuple[Path, Path]:
 def _page(documents: Documents) -> Page:
     manifest = documents.manifest
     model = text(manifest, "model", "spec") or "a model that was not recorded"
+    if documents.checkpoint_target is not None:
+        return Page(
+            title=f"{Path(model).name} as {documents.checkpoint_target} checkpoint",
+            subtitle=str(documents.folder),
+            verdict=checkpoint_verdict(documents),
+            sections=checkpoint_sections(documents),
+        )
     recipe = text(manifest, "recipe", "name") or "a recipe that was not recorded"
     return Page(
         title=f"{Path(model).name} with {recipe}",
@@ -59,38 +71,50 @@ def _page(documents: Documents) -> Page:
 
 
 def _comparison(documents: Sequence[Documents]) -> Table:
+    """What can be said of all kinds of folders, then what can be said of the kinds there are."""
+    kinds = {each.checkpoint_target is not None for each in documents}
+    columns = [Column("Folder"), Column("Holds"), Column("Verdict"), Column("Recipe")]
+    columns += [Column("Weights", True)]
+    columns += [Column("Weight error", True)] if True in kinds else []
+    if False in kinds:
+        columns += [Column("Cosine", True), Column("Relative L2", True)]
+        columns += [Column("Layers realised", True)]
     rows = []
     for each in documents:
-        cost = items(each.verify, "cost", "outputs")
-        cosine = least([number(output, "cosine") for output in cost])
+        target = each.checkpoint_target
+        found = verdict(each) if target is None else checkpoint_verdict(each)
         after = number(each.manifest, "coverage", "bytes_after")
-        distance = worst([number(output, "relative_l2") for output in cost])
-        asked, ok = realised(each)
-        found = verdict(each)
-        rows.append(
-            (
-                Cell(str(each.folder), code=True),
-                Cell(found.label, found.tone),
-                Cell(text(each.manifest, "recipe", "name") or "not recorded"),
-                measured(after, size(after)),
-                measured(cosine, fixed(cosine, 4)),
-                measured(distance, error(distance)),
-                Cell(f"{len(ok)} of {len(asked)}") if each.audit is not None else MISSING,
-            )
-        )
-    return Table(
-        "The artefacts side by side",
-        (
-            Column("Folder"),
-            Column("Verdict"),
-            Column("Recipe"),
-            Column("Weights", True),
-            Column("Cosine", True),
-            Column("Relative L2", True),
-            Column("Layers realised", True),
-        ),
-        tuple(rows),
-    )
+        cells = [
+            Cell(str(each.folder), code=True),
+            Cell("ONNX model" if target is None else f"{target} checkpoint"),
+            Cell(found.label, found.tone),
+            Cell(text(each.manifest, "recipe", "name") or "not recorded"),
+            measured(after, size(after)),
+        ]
+        if True in kinds:
+            cells.append(NOT_OF_THIS if target is None else _weight_error(each))
+        if False in kinds:
+            cells += _graph_cells(each) if target is None else [NOT_OF_THIS] * 3
+        rows.append(tuple(cells))
+    return Table("The artefacts side by side", tuple(columns), tuple(rows))
+
+
+def _weight_error(documents: Documents) -> Cell:
+    total = number(documents.verify, "weight_error", "relative_l2")
+    return Cell("not measured", "muted") if total is None else measured(total, error(total))
+
+
+def _graph_cells(documents: Documents) -> list[Cell]:
+    """Cosine, relative L2 and layers realised of a folder with a graph."""
+    cost = items(documents.verify, "cost", "outputs")
+    cosine = least([number(output, "cosine") for output in cost])
+    distance = worst([number(output, "relative_l2") for output in cost])
+    asked, ok = realised(documents)
+    return [
+        measured(cosine, fixed(cosine, 4)),
+        measured(distance, error(distance)),
+        Cell(f"{len(ok)} of {len(asked)}") if documents.audit is not None else MISSING,
+    ]
 
 
 def _environment() -> jinja2.Environment:

@@ -66,7 +66,11 @@ def test_verbose_names_every_kept_layer_and_the_run_suggested_is_what_was_asked(
     result = quantkit("export", "--recipe", "mxfp8", bert, "--dry-run", "-v", "-o", "my folder")
     assert "encoder.layer.1.output.LayerNorm" in result.out
     assert "more)" not in result.out
-    assert result.lines[-1] == f"next: quantkit export --recipe mxfp8 {bert} -o 'my folder'"
+    assert result.lines[-1] == f"next: quantkit export --recipe mxfp8 {bert} -v -o 'my folder'"
+    more = ("--to", "modelopt", "--data-free", "--threads", "1")
+    result = quantkit("export", "--fp4", *more, bert, "--dry-run")
+    wanted = f"next: quantkit export --fp4 {' '.join(more)} {bert} -o OUT"
+    assert result.lines[-1] == wanted, "an option left out would make another model"
 
 
 def test_a_choice_of_recipe_is_needed(bert: Path) -> None:

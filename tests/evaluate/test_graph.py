@@ -1,4 +1,4 @@
-"""Verification of a folder as a whole: its verdict, its record, and what it refuses."""
+"""Verification of an exported graph as a whole: its verdict, its record, and what it refuses."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from quantkit.errors import QuantkitError
-from quantkit.evaluate.verify import Verification, example_inputs, verify
+from quantkit.evaluate.graph import GraphVerification, example_inputs
+from quantkit.evaluate.verify import verify
 from quantkit.export.run import export_model
 from quantkit.manifest import write_json
 from quantkit.models.source import open_model
@@ -38,7 +39,7 @@ def case(tmp_path_factory: pytest.TempPathFactory) -> Case:
 
 
 @pytest.fixture(scope="module")
-def verified(case: Case) -> Verification:
+def verified(case: Case) -> GraphVerification:
     return verify(case.folder)
 
 
@@ -47,7 +48,7 @@ def damaged(case: Case, folder: Path) -> File:
     return File(folder / "model.onnx")
 
 
-def test_a_correct_export_passes(verified: Verification) -> None:
+def test_a_correct_export_passes(verified: GraphVerification) -> None:
     assert verified.passed
     assert verified.weights == {"checked": 6, "identical": 6, "different": []}
     assert len(verified.layers) == 6
@@ -58,7 +59,7 @@ def test_a_correct_export_passes(verified: Verification) -> None:
 
 
 def test_the_cost_is_measured_on_data_that_calibration_did_not_see(
-    case: Case, verified: Verification
+    case: Case, verified: GraphVerification
 ) -> None:
     manifest = json.loads((case.folder / "quantkit.json").read_text())
     assert verified.data["split"] == "held_out"
@@ -74,7 +75,7 @@ def test_the_cost_is_measured_on_data_that_calibration_did_not_see(
 
 
 def test_the_record_is_json_with_the_verdict_and_its_reasons(
-    verified: Verification, tmp_path: Path
+    verified: GraphVerification, tmp_path: Path
 ) -> None:
     write_json(tmp_path / "verify.json", verified.to_json())
     content = json.loads((tmp_path / "verify.json").read_text())
@@ -160,7 +161,7 @@ def test_a_broken_folder_is_one_clear_line(case: Case, tmp_path: Path) -> None:
 
 def test_a_folder_without_a_graph_says_how_to_make_one(case: Case, tmp_path: Path) -> None:
     export_model(case.model, tmp_path / "q", to="quantkit", recipe="mxfp8")
-    with pytest.raises(QuantkitError, match="holds no ONNX model to verify; make one"):
+    with pytest.raises(QuantkitError, match="neither a graph nor a checkpoint to verify; make one"):
         verify(tmp_path / "q")
 
 

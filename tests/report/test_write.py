@@ -10,6 +10,7 @@ from quantkit.errors import QuantkitError
 from quantkit.report import write_report
 from quantkit.report.blocks import Cell
 from quantkit.report.write import markdown_cell, markdown_text
+from tests.report import checkpoints
 
 VOID = {"meta", "wbr", "input", "rect", "br", "link"}
 
@@ -171,3 +172,52 @@ def test_markdown_cells_survive_any_name(cell, shown):
 
 def test_markdown_text_is_one_line_without_markup():
     assert markdown_text("a_b *c*\n<d>") == "a\\_b \\*c\\* \\<d\\>"
+
+
+def test_folders_of_different_kinds_are_compared_in_what_they_have(pages, artefact, tmp_path):
+    graph = artefact("graph")
+    checkpoint = checkpoints.write(tmp_path / "a", checkpoints.manifest(), checkpoints.verify())
+    repack = checkpoints.write(
+        tmp_path / "b",
+        checkpoints.manifest("torchao"),
+        checkpoints.verify(weight_error={"relative_l2": None, "rows": []}),
+    )
+    html, markdown = pages(graph, checkpoint, repack)
+    page = Structure(html)
+    assert len(page.ids) == len(set(page.ids))
+    assert {link.removeprefix("#") for link in page.links} <= set(page.ids)
+    front = markdown.partition("# all-MiniLM")[0]
+    rows = [line.split("|")[1:-1] for line in front.splitlines() if line.startswith("|")]
+    cells = [[cell.strip(" `*") for cell in row] for row in rows]
+    assert cells[0] == [
+        *("Folder", "Holds", "Verdict", "Recipe", "Weights", "Weight error"),
+        *("Cosine", "Relative L2", "Layers realised"),
+    ]
+    assert [row[1:3] + row[5:] for row in cells[2:]] == [
+        ["ONNX model", "Passed", "-", "0.9531", "0.31", "36 of 36"],
+        ["modelopt checkpoint", "Passed", "0.095", "-", "-", "-"],
+        ["modelopt checkpoint", "Passed", "not measured", "-", "-", "-"],
+    ]
+
+
+def test_checkpoints_alone_are_compared_without_what_graphs_have(pages, tmp_path):
+    folders = [
+        checkpoints.write(tmp_path / name, checkpoints.manifest(), checkpoints.verify())
+        for name in ("a", "b")
+    ]
+    _, markdown = pages(*folders)
+    assert "Cosine" not in markdown
+    assert "realised" not in markdown
+
+
+def test_the_page_of_a_checkpoint_is_well_formed(pages, tmp_path):
+    failed = checkpoints.verify(**checkpoints.FAILED)
+    html, markdown = pages(checkpoints.write(tmp_path / "a", checkpoints.manifest(), failed))
+    page = Structure(html)
+    assert {link.removeprefix("#") for link in page.links} <= set(page.ids)
+    assert '<div class="verdict bad" role="alert">' in html
+    assert "<h1>llama as modelopt checkpoint</h1>" in html
+    rendered = MarkdownIt("commonmark").enable("table").render(markdown)
+    for found in re.findall(r"<table>.*?</table>", rendered, re.S):
+        columns = len(re.findall("<th[ >]", found))
+        assert all(row.count("<td") in (0, columns) for row in found.split("<tr>")[1:])

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from quantkit.errors import QuantkitError
+from quantkit.export.checkpoint.cautions import find_cautions
 from quantkit.export.checkpoint.content import rehearse
 from quantkit.export.checkpoint.draft import Draft, draft_float, draft_repack, with_original
 from quantkit.export.checkpoint.folder import read_folder
@@ -16,6 +17,7 @@ from quantkit.manifest import Manifest
 from quantkit.models.locate import Located, locate
 from quantkit.models.lora.file import Lora, open_lora, parse_lora, reopen_loras
 from quantkit.models.quantized import Quantized, open_checkpoint, open_quantized
+from quantkit.models.quantized.problems import find_problems
 from quantkit.models.quantized.problems_files import (
     find_ambiguous,
     find_float8,
@@ -23,6 +25,9 @@ from quantkit.models.quantized.problems_files import (
 )
 from quantkit.models.quantized.quantkit import FILE as QUANTIZED_FILE
 from quantkit.models.quantized.settle import settle_readings
+
+# Errors of a source that its repack does not inherit.
+SETTLED = frozenset({"ambiguous-layout", "undeclared"})
 
 
 def draft_export(
@@ -66,7 +71,7 @@ def draft_export(
         "against": None if against is None else str(against),
         "allow_pickle": allow_pickle,
     }
-    return replace(draft, given=given)
+    return replace(draft, given=given, warnings=(*draft.warnings, *find_cautions(draft)))
 
 
 def draft_folder(
@@ -113,6 +118,17 @@ def draft_opened(
     else:
         for problem in find_ambiguous(quantized):
             raise QuantkitError(f"{problem.name}: {problem.message}; {problem.fix}")
+    if quantized.layout == "gguf" and to != "gguf" and any(n.startswith("blk.") for n in layers):
+        raise QuantkitError(
+            f"{located.spec} has llama.cpp's names and order of rows, which only gguf has; start "
+            "from the Hugging Face folder"
+        )
+    for problem in find_problems(replace(quantized, layers=layers)):
+        if problem.severity == "error" and problem.rule not in SETTLED:
+            raise QuantkitError(
+                f"{problem.name}: {problem.message}; {problem.fix} (`quantkit inspect "
+                f"{located.spec}` lists everything)"
+            )
     draft = draft_repack(
         located,
         quantized.checkpoint,

@@ -163,12 +163,21 @@ def _describe(content: Content) -> Description:
     return Description({**carried, **marked, **record})
 
 
+# Of UNets, and of SD3 and FLUX (behind a prefix); Qwen-Image's own names are diffusers'.
+DIFFUSERS_NAMES = re.compile(r"(^|\.)(down_blocks\.\d+\.(attentions|resnets)|time_text_embed)\.")
+
+
 def _arrange(content: Content) -> Content:
     """The original naming. Raises QuantkitError for a model that has only diffusers' names."""
     of_diffusers = content.config.get("_class_name")
     names = [*content.layers, *content.plain]
     if has_diffusers_names(names):
         content = rename_flux(content)
+    elif of_diffusers is None and any(map(DIFFUSERS_NAMES.search, names)):
+        raise QuantkitError(
+            "the tensors have diffusers' names, which ComfyUI reads only where they are not "
+            "quantized; start from the model's original single file (.safetensors)"
+        )
     elif of_diffusers is not None and of_diffusers not in SAME_NAMES:
         raise QuantkitError(
             f"ComfyUI wants {of_diffusers} in its original naming and renames diffusers' tensors "

@@ -20,6 +20,7 @@ from quantkit.errors import QuantkitError
 from quantkit.export.checkpoint.container import write_safetensors_header
 from quantkit.export.checkpoint.modelopt import slots, without_quantization
 from quantkit.export.checkpoint.target import Content, Description, Target, copy_slot
+from quantkit.models.quantized.modelopt import LAYOUT, MARKER
 from quantkit.models.quantized.record import write_record
 
 # Everything that diffusers 0.42.1 can load from a single file.
@@ -91,7 +92,7 @@ def _check(content: Content) -> Content:
 def _describe(content: Content) -> Description:
     config = without_quantization(content)
     return Description(
-        write_record(content.layers.values(), divisor=False),
+        {MARKER: LAYOUT.name, **write_record(content.layers.values(), divisor=False)},
         {"config.json": config} if config else {},
     )
 

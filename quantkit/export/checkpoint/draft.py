@@ -25,7 +25,7 @@ from quantkit.models.lora.match import match
 from quantkit.models.lora.merge import Deltas, merge_elements, merge_place
 from quantkit.models.quantized.layer import QuantizedLayer
 from quantkit.recipes.layer import Decision, Layer, Scheme
-from quantkit.recipes.loader import SHORT_NAMES, load_recipe, pick_recipe
+from quantkit.recipes.loader import SHORT_NAMES, builtin_recipes, load_recipe, pick_recipe
 from quantkit.recipes.plan import FLOATS, Plan
 from quantkit.recipes.recipe import Recipe
 
@@ -297,7 +297,7 @@ def draft_repack(
             "in high precision in the source",
         )
         for name, info in plain.items()
-        if len(info.shape) >= 2
+        if len(info.shape) >= 2 and info.dtype in FLOATS
     ]
     plan = Plan(f"as in {layout}", (*decisions, *kept))
     _check_held(plan, target)
@@ -361,11 +361,23 @@ def _check_held(plan: Plan, target: Target) -> None:
     strange = _strange_pairs(plan, target)
     if strange:
         pair, names = next(iter(strange.items()))
-        held = ", ".join(sorted(spell_pair(held) for held in target.holds))
+        fitting = ", ".join(_fitting_recipes(target)) or "none that is built in"
         raise QuantkitError(
             f"{target.name} cannot hold {spell_pair(pair)} ({len(names)} layers, such as "
-            f"{names[0]}); it holds {held}. Choose such a recipe, or another --to"
+            f"{names[0]}). Recipes that fit: {fitting}; `quantkit inspect --targets` lists what "
+            "every target holds"
         )
+
+
+def _fitting_recipes(target: Target) -> list[str]:
+    """Built-in recipes of which the target can hold everything."""
+    fitting = []
+    for name in builtin_recipes():
+        schemes = [rule.scheme for rule in load_recipe(name).rules if rule.scheme is not None]
+        pairs = {(s.weight.name, None if s.input is None else s.input.name) for s in schemes}
+        if pairs <= target.holds:
+            fitting.append(name)
+    return fitting
 
 
 def spell_pair(pair: tuple[str, str | None]) -> str:

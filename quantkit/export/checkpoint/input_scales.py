@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from quantkit.calibrate.stats import Stats
 from quantkit.errors import QuantkitError
-from quantkit.manifest import read_json
+from quantkit.manifest import FILE as MANIFEST_FILE
+from quantkit.manifest import Manifest, read_json
 from quantkit.models.lora.file import Lora
 from quantkit.models.quantized.layer import input_limit
 from quantkit.numerics.formats import BlockFormat
@@ -35,12 +36,18 @@ def default_stats(inputs: Mapping[str, BlockFormat]) -> dict[str, Stats]:
 def read_input_stats(path: Path, names: Iterable[str]) -> dict[str, Stats]:
     """What an earlier run saw at the layers called `names`.
 
-    path: a stats.json, or a folder that has one. A layer is found by its name, or by the only one
-    that ends in the other: a checkpoint may prefix names that the module does not.
+    path: a stats.json, or a folder of quantkit that has one or a manifest with input ranges.
+    A layer is found by its name, or by the only one that ends in the other: a checkpoint may prefix
+    names that the module does not.
     Raises QuantkitError when the file is damaged or a layer is missing or found twice.
     """
     file = path / STATS_FILE if path.is_dir() else path
-    rows = read_json(file)
+    if not file.is_file() and (path / MANIFEST_FILE).is_file():
+        file = path / MANIFEST_FILE
+        seen = Manifest.read(path).export.get("input_amax") or {}
+        rows = {name: {"input_amax": amax} for name, amax in seen.items()}
+    else:
+        rows = read_json(file)
     try:
         amax = {
             str(name): None if row["input_amax"] is None else float(row["input_amax"])

@@ -105,6 +105,7 @@ def write_draft(
                 "files": files,
                 "left_out": left_out,
                 "loras": watch.survived(),
+                "notes": watch.notes(),
                 "input_amax": {name: seen.input_amax for name, seen in found.stats.items()},
                 "given": dict(draft.given),
                 "described": described,
@@ -160,7 +161,7 @@ def _find_input_stats(draft: Draft, inputs: InputScales, work: Work, progress: P
     if inputs.stats is not None:
         return _Found(read_input_stats(inputs.stats, static), _said(f"{inputs.stats}"))
     if inputs.data_free:
-        return _Found(default_stats(static), _said("none: every input scale is 1 (--data-free)"))
+        return _Found(default_stats(static), _said("--data-free: every one is 1"))
     if draft.stored:
         raise QuantkitError(
             f"{draft.target.name} needs input scales, and {draft.located.spec} has none for "
@@ -248,7 +249,7 @@ def _find_origins(draft: Draft, content: Content) -> dict[str, list[str]]:
         by_key.setdefault(decision.layer.weight, []).append(decision.layer.name)
     planned = draft.plan.schemes
     return {
-        name: [name] if name in planned else [n for key in layer.keys for n in by_key[key]]
+        name: [name] if name in planned else [n for key in layer.keys for n in by_key.get(key, ())]
         for name, layer in content.layers.items()
     }
 

@@ -60,6 +60,9 @@ def _walk(folder: Path, left_out: dict[str, str]) -> Iterator[Path]:
             inner = (here / name).relative_to(folder).as_posix()
             if name.startswith("."):
                 folders.remove(name)
+            elif (here / name / MANIFEST_FILE).is_file():
+                folders.remove(name)
+                left_out[inner] = "an output of quantkit"
             elif name in COPIES:
                 folders.remove(name)
                 left_out[inner] = "another copy of the model"

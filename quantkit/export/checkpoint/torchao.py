@@ -257,11 +257,15 @@ def _config(scheme: tuple[str, str | None]) -> dict[str, Any]:
 
 
 def _obstacle(layer: Layer, scheme: Scheme) -> str | None:
-    """torchao refuses NVFP4 weights whose sides are not multiples of 16."""
+    """What torchao, or transformers with torchao, cannot load."""
+    if EXPERTS in layer.name:
+        return "transformers stacks the experts of a layer, and has no stack of torchao tensors"
     if scheme.weight.tensor_scale and any(size % 16 for size in layer.shape):
         return f"torchao's NVFP4 needs both sides in multiples of 16, not {layer.shape}"
     return None
 
+
+EXPERTS = ".experts."
 
 TARGET = Target(
     "torchao",
@@ -282,6 +286,7 @@ TARGET = Target(
     input_scales="none",
     slots=_slots,
     describe=_describe,
+    recipes={"fp8": "fp8-dynamic"},
     write_header=write_safetensors_header,
     keep=lambda info: [copy_slot(info)],
     obstacle=_obstacle,

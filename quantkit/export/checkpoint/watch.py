@@ -20,6 +20,8 @@ from quantkit.numerics.qtensor import QTensor
 from quantkit.recipes.plan import Plan
 from quantkit.weights import FLUSHED_LIMIT
 
+WARNING = "warning: "
+
 
 class Flushed:
     """Share of each layer's nonzero weights that became 0: larger ones took the range (C03)."""
@@ -98,5 +100,12 @@ class Watched:
 
     def warnings(self) -> list[str]:
         """Lines for the user."""
-        lines = describe(self._survival.rows()) if self._survival else []
-        return [*self._flushed.warnings(), *(line.removeprefix("warning: ") for line in lines)]
+        said = [line for line in self._described() if line.startswith(WARNING)]
+        return [*self._flushed.warnings(), *(line.removeprefix(WARNING) for line in said)]
+
+    def notes(self) -> list[str]:
+        """Lines that say what went well."""
+        return [line for line in self._described() if not line.startswith(WARNING)]
+
+    def _described(self) -> list[str]:
+        return describe(self._survival.rows()) if self._survival else []

@@ -81,6 +81,10 @@ class _Parts:
         return rows, columns * (2 if self.data.dtype == "U8" else 1)
 
 
+# What quantkit's single files of this layout say in their metadata; nothing else in them does.
+MARKER = "quantkit.layout"
+
+
 def is_ambiguous(checkpoint: Checkpoint, config: Config) -> bool:
     """Whether ComfyUI's layout would fit as well: swapped nibbles and swizzled block scales.
 
@@ -88,6 +92,8 @@ def is_ambiguous(checkpoint: Checkpoint, config: Config) -> bool:
     ModelOpt's; only the original weights can tell (case C09).
     """
     if not _recognise(checkpoint, config) or read_quantization(checkpoint, config) is not None:
+        return False
+    if checkpoint.metadata.get(MARKER) == LAYOUT.name:
         return False
     scales = [
         parts.scale.shape

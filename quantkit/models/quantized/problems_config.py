@@ -58,7 +58,8 @@ def find_undeclared(quantized: Quantized) -> Iterator[Problem]:
             f"config.json declares quantization ({str(method)[:40]}) and no tensor is quantized",
             "remove quantization_config, or download the quantized weights",
         )
-    if settings is None and quantized.config and quantized.layout in CONFIGURED:
+    told = quantized.checkpoint.metadata.get(modelopt.MARKER)
+    if settings is None and told is None and quantized.config and quantized.layout in CONFIGURED:
         yield error(
             "undeclared",
             where,

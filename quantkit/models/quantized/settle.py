@@ -43,19 +43,32 @@ def settle_readings(
                 "or the file is damaged"
             )
         readings[match.declared, match.fits] += 1
-    changed = {fits for declared, fits in readings if fits != declared}
-    if not changed:
-        return dict(quantized.layers), ()
-    if len(changed) > 1 or any(fits == declared for declared, fits in readings):
+    # A layer too small for tiles says nothing of scales, and is read as the others are.
+    whole = [pair for pair in readings if pair[0].scales] or list(readings)
+    changes = {_change(*pair) for pair in whole}
+    loose = {_change(*pair)[::2] for pair in readings}
+    if len(changes) > 1 or len(loose) > 1:
         found = "; ".join(f"{count} layers: {fits}" for (_, fits), count in readings.items())
         raise QuantkitError(
             f"{quantized.checkpoint.path}: layers differ in how they are read ({found}); it is no "
             "checkpoint of one layout"
         )
-    (declared, fits), count = readings.most_common(1)[0]
+    declared, fits = whole[0]
+    if fits == declared:
+        return dict(quantized.layers), ()
+    count = readings.total()
     return (
         {name: _reread(layer, declared, fits) for name, layer in quantized.layers.items()},
         (f"read as the original says: {fits} ({count} layers compared), not {declared}",),
+    )
+
+
+def _change(declared: Reading, fits: Reading) -> tuple[bool, bool, bool]:
+    """Whether nibbles, scales and tensor scale are the other way round."""
+    return (
+        declared.nibbles != fits.nibbles,
+        declared.scales != fits.scales,
+        declared.tensor_scale != fits.tensor_scale,
     )
 
 
@@ -71,10 +84,12 @@ def _reread(layer: QuantizedLayer, declared: Reading, fits: Reading) -> Quantize
     retile = declared.scales != fits.scales
     tile = to_blocked_128x4 if declared.scales == SWIZZLED else None
 
+    small = bool(layer.shape[0] % 128 or layer.weight.scale_shape(layer.shape)[1] % 4)
+
     def rows(start: int, stop: int) -> QTensor:
         q = layer.rows(start, stop)
         scales = q.scale
-        if retile:
+        if retile and not small:
             stored = scales.view(np.uint8)
             scales = tile(stored) if tile else from_blocked_128x4(stored, stored.shape)
         return replace(

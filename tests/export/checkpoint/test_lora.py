@@ -96,7 +96,7 @@ def test_the_manifest_says_what_of_each_delta_survived(model: Path, tmp_path: Pa
             "content_key": manifest.model["loras"][0]["content_key"],
         }
     ]
-    assert any("of the delta survives" in line for line in manifest.warnings)
+    assert any("of the delta survives" in line for line in manifest.export["notes"])
 
 
 def test_bytes_and_figures_do_not_depend_on_threads(model: Path, tmp_path: Path) -> None:
