@@ -67,7 +67,8 @@ def inspect_checkpoint(path: Path, *, allow_pickle: bool, against: Path | None) 
     quantized = open_quantized(path, allow_pickle=allow_pickle, strict=False)
     matches = None
     problems = find_problems(quantized)
-    if against is not None:
+    # What the reader refuses cannot be compared, and is the answer.
+    if against is not None and quantized.refusal is None:
         from quantkit.models.quantized.against import compare_with
 
         matches = compare_with(quantized, open_checkpoint(against, allow_pickle=allow_pickle))
@@ -94,7 +95,8 @@ def as_text(seen: Inspected, verbose: bool) -> str:
     parts = [_head(seen.summary), _formats(seen.summary), _kept(seen.summary, verbose)]
     if seen.matches is not None:
         parts.append(_matches(seen.matches, verbose))
-    parts.append(_problems(seen.problems, verbose))
+    if seen.problems or not seen.misread:
+        parts.append(_problems(seen.problems, verbose))
     if verbose:
         parts.append(table(tensor_rows(seen.quantized)))
     return "\n\n".join(part for part in parts if part)

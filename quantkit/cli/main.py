@@ -8,6 +8,7 @@ a crash, which here means "the answer is no") was refused.
 from __future__ import annotations
 
 import io
+import logging
 import os
 import signal
 import sys
@@ -149,6 +150,8 @@ def main() -> None:
         # What libraries tell their own developers is not for the user.
         warnings.simplefilter("ignore", DeprecationWarning)
         warnings.simplefilter("ignore", FutureWarning)
+    for chatty in ("torchao", "torch.utils._pytree"):
+        logging.getLogger(chatty).setLevel(logging.ERROR)
     try:
         code = run()
     except Exception:

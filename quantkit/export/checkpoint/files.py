@@ -14,6 +14,7 @@ from quantkit.models.checkpoint import TensorInfo
 from quantkit.models.quantized.layer import QuantizedLayer
 
 SINGLE = "model.safetensors"
+DIFFUSERS_SINGLE = "diffusion_pytorch_model.safetensors"
 INDEX = ".index.json"
 
 
@@ -57,9 +58,9 @@ def lay_out(target: Target, content: Content, sources: Mapping[str, Path], folde
 def _split(target: Target, content: Content, sources: Mapping[str, Path]) -> dict[str, Content]:
     names = sorted({path.name for path in sources.values()})
     if target.file is not None or len(names) < 2:
-        stem = names[0] if names and names[0].endswith(".safetensors") else SINGLE
-        known = stem if stem.startswith(("model", "diffusion_pytorch_model")) else SINGLE
-        return {target.file or known: content}
+        # What from_pretrained looks for: diffusers and transformers have a name each.
+        name = DIFFUSERS_SINGLE if "_class_name" in content.config else SINGLE
+        return {target.file or name: content}
     layers: dict[str, dict[str, QuantizedLayer]] = {name: {} for name in names}
     plain: dict[str, dict[str, TensorInfo]] = {name: {} for name in names}
     for layer in content.layers.values():

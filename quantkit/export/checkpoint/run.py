@@ -44,7 +44,7 @@ from quantkit.streamed import CHUNK, ReadRows, measure_rows
 from quantkit.weights import has_static_scale
 
 # Measured by benchmarks/checkpoint_speed.py, rounded up.
-BASE_MEMORY_BYTES = 250_000_000
+BASE_MEMORY_BYTES = 150_000_000
 BYTES_PER_ELEMENT = 12
 
 

@@ -111,6 +111,10 @@ def summarize(quantized: Quantized) -> Summary:
         description, loads = LAYOUTS[layout].description, LOADERS[layout]
     if layout == "modelopt" and "model_type" not in quantized.config:
         loads = DIFFUSION
+    if layout == "compressed-tensors" and "_class_name" in quantized.config:
+        loads = ("vLLM", "SGLang")  # diffusers has no such quantizer
+    if layout == "gguf" and not any(name.startswith("blk.") for name in quantized.layers):
+        loads = ("ComfyUI-GGUF", "stable-diffusion.cpp")
     return Summary(layout, description, loads, _formats(quantized), _kept(quantized))
 
 

@@ -154,3 +154,10 @@ def test_a_single_file_for_diffusers_says_how_it_lies(tmp_path: Path) -> None:
     written = open_quantized(tmp_path / "out" / "model.safetensors")
     assert not [p for p in find_problems(written) if p.severity == "error"]
     export(tmp_path / "out", tmp_path / "again", "comfyui")
+
+
+def test_a_single_file_gets_the_name_that_its_library_looks_for(tmp_path: Path) -> None:
+    config = {"_class_name": "QwenImageTransformer2DModel"}
+    model = write_model(tmp_path / "m", llama_tensors(), config=config)
+    export(model, tmp_path / "out", "torchao", recipe="nvfp4-weight-only")
+    assert (tmp_path / "out" / "diffusion_pytorch_model.safetensors").is_file()
