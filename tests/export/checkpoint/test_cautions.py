@@ -58,7 +58,6 @@ def test_a_source_with_errors_is_not_passed_on(model: Path, tmp_path: Path) -> N
 
 
 def test_llama_cpp_names_go_nowhere_else(tmp_path: Path) -> None:
-    pytest.importorskip("gguf")
     from tests.export.checkpoint.languages import save_language
 
     folder = save_language(tmp_path / "m", "llama")
