@@ -122,14 +122,6 @@ def merge(deltas: Deltas, name: str, values: NDArray[Any]) -> NDArray[Any]:
     return merge_elements(deltas, name, 0, values)
 
 
-def merge_rows(deltas: Deltas, name: str, start: int, rows: NDArray[Any]) -> NDArray[Any]:
-    """Rows [start, start + len(rows)) of a tensor with its deltas added; see `merge_elements`.
-
-    rows: as `Checkpoint.read_rows` gives them, [rows, last axis].
-    """
-    return merge_elements(deltas, name, start * rows.shape[-1], rows)
-
-
 def merge_elements(deltas: Deltas, name: str, start: int, values: NDArray[Any]) -> NDArray[Any]:
     """Elements of a tensor, from `start` on in storage order, with its deltas added: float32.
 

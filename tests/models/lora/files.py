@@ -13,7 +13,7 @@ from safetensors.numpy import save_file
 from quantkit.models.headers.place import Place
 from quantkit.models.lora.file import Lora, LoraSpec, open_lora
 from quantkit.models.lora.match import match
-from quantkit.models.lora.merge import Deltas, delta_place
+from quantkit.models.lora.merge import Deltas, delta_place, merge_elements
 
 Array = NDArray[Any]
 
@@ -61,3 +61,8 @@ def match_one(lora: Lora, weights: Mapping[str, Sequence[int]]) -> Deltas:
 def delta_rows(deltas: Deltas, name: str, lora: int, start: int, shape: tuple[int, int]) -> Array:
     """What one LoRA adds to rows of a matrix."""
     return delta_place(deltas, Place(name, 0, deltas.shapes[name][0]), lora, start, shape)
+
+
+def merge_rows(deltas, name, start, rows):
+    """Rows of a tensor as `Checkpoint.read_rows` gives them, with their deltas."""
+    return merge_elements(deltas, name, start * rows.shape[-1], rows)

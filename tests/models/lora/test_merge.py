@@ -20,8 +20,15 @@ from quantkit.models.checkpoint import Checkpoint
 from quantkit.models.headers.place import Place, read_place
 from quantkit.models.lora.file import open_lora, parse_lora
 from quantkit.models.lora.match import match
-from quantkit.models.lora.merge import delta_place, merge, merge_elements, merge_place, merge_rows
-from tests.models.lora.files import delta_rows, make_pair, match_one, random_array, write_lora
+from quantkit.models.lora.merge import delta_place, merge, merge_elements, merge_place
+from tests.models.lora.files import (
+    delta_rows,
+    make_pair,
+    match_one,
+    merge_rows,
+    random_array,
+    write_lora,
+)
 
 
 class Block(nn.Module):

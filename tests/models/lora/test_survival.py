@@ -11,7 +11,7 @@ import pytest
 
 from quantkit.models.headers.place import Place
 from quantkit.models.lora.match import match
-from quantkit.models.lora.merge import Deltas, merge, merge_rows
+from quantkit.models.lora.merge import Deltas, merge
 from quantkit.models.lora.survival import Survival, Survived, describe, total
 from quantkit.numerics import kernels
 from quantkit.numerics.formats import FORMATS
@@ -20,6 +20,7 @@ from tests.models.lora.files import (
     delta_rows,
     make_pair,
     match_one,
+    merge_rows,
     random_array,
     write_lora,
 )
