@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -50,22 +50,14 @@ def write_checkpoint(
 
     `path` appears only when it is complete. advance: called with (tensors written, in all).
     """
-    header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
-    end = 0
-    for name, tensor in tensors.items():
-        offsets = [end, end + tensor.nbytes]
-        header[name] = {
-            "dtype": tensor.dtype,
-            "shape": list(tensor.shape),
-            "data_offsets": offsets,
-        }
-        end = offsets[1]
-    encoded = json.dumps(header, separators=(",", ":")).encode()
-    encoded += b" " * (-len(encoded) % 8)
+    encoded, _ = encode_header(
+        [(name, tensor.dtype, tensor.shape, tensor.nbytes) for name, tensor in tensors.items()],
+        metadata,
+    )
     part = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
         with part.open("wb") as file:
-            file.write(len(encoded).to_bytes(8, "little") + encoded)
+            file.write(encoded)
             for done, (name, tensor) in enumerate(tensors.items(), 1):
                 file.write(_bytes_of(name, tensor))
                 if advance is not None:
@@ -73,6 +65,26 @@ def write_checkpoint(
         part.replace(path)
     finally:
         part.unlink(missing_ok=True)
+
+
+def encode_header(
+    tensors: Iterable[tuple[str, str, tuple[int, ...], int]], metadata: Mapping[str, str] | None
+) -> tuple[bytes, list[int]]:
+    """A file's first bytes, up to its data, and the byte of the file where each tensor starts.
+
+    tensors: (name, dtype in safetensors spelling, shape, bytes) in the order of the data.
+    """
+    header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+    starts, end = [], 0
+    for name, dtype, shape, nbytes in tensors:
+        starts.append(end)
+        end += nbytes
+        offsets = [starts[-1], end]
+        header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": offsets}
+    encoded = json.dumps(header, separators=(",", ":")).encode()
+    encoded += b" " * (-len(encoded) % 8)
+    first = 8 + len(encoded)
+    return len(encoded).to_bytes(8, "little") + encoded, [first + start for start in starts]
 
 
 def _bytes_of(name: str, tensor: LazyTensor) -> memoryview:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from quantkit.export.checkpoint.target import Description, Slot
+from quantkit.models.writer import encode_header
 
 
 def write_safetensors_header(
@@ -17,21 +16,11 @@ def write_safetensors_header(
 
     `format: pt` is always in the metadata: older transformers refuse a file without it.
     """
-    header: dict[str, Any] = {"__metadata__": {"format": "pt", **description.metadata}}
-    end = 0
-    starts = []
-    for slot in slots:
-        starts.append(end)
-        header[slot.name] = {
-            "dtype": slot.dtype,
-            "shape": list(slot.shape),
-            "data_offsets": [end, end + slot.nbytes],
-        }
-        end += slot.nbytes
-    encoded = json.dumps(header, separators=(",", ":")).encode()
-    encoded += b" " * (-len(encoded) % 8)
-    first = 8 + len(encoded)
+    encoded, starts = encode_header(
+        [(slot.name, slot.dtype, slot.shape, slot.nbytes) for slot in slots],
+        {"format": "pt", **description.metadata},
+    )
     with path.open("wb") as file:
-        file.write(len(encoded).to_bytes(8, "little") + encoded)
-        file.truncate(first + end)
-    return [first + start for start in starts]
+        file.write(encoded)
+        file.truncate(len(encoded) + sum(slot.nbytes for slot in slots))
+    return starts
