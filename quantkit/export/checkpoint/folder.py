@@ -15,6 +15,7 @@ from quantkit.calibrate.stats import Stats
 from quantkit.errors import QuantkitError
 from quantkit.export.checkpoint.input_scales import STATS_FILE
 from quantkit.manifest import Manifest, read_json
+from quantkit.models.alike import Alike
 from quantkit.models.checkpoint import Checkpoint
 from quantkit.models.quantized.layer import QuantizedLayer, input_limit, tensor_limit
 from quantkit.models.quantized.quantkit import DATA, FILE, SCALE, check_parts
@@ -77,14 +78,10 @@ def match_names(names: Iterable[str], known: Mapping[str, object], where: Path) 
 
     Raises QuantkitError for a name without such a partner.
     """
-    ends: dict[str, list[str]] = {}
-    for key in known:
-        parts = key.split(".")
-        for first in range(len(parts)):
-            ends.setdefault(".".join(parts[first:]), []).append(key)
+    alike = Alike(known)
     matched = {}
     for name in names:
-        found = [name] if name in known else ends.get(name, [])
+        found = alike.ending_in(name)
         if len(found) != 1:
             raise QuantkitError(
                 f"{where}: {name} is {'not' if not found else 'more than once'} in the original "

@@ -16,6 +16,7 @@ from quantkit.calibrate.stats import Stats
 from quantkit.errors import QuantkitError
 from quantkit.manifest import FILE as MANIFEST_FILE
 from quantkit.manifest import Manifest, read_json
+from quantkit.models.alike import Alike
 from quantkit.models.lora.file import Lora
 from quantkit.models.quantized.layer import input_limit
 from quantkit.numerics.formats import BlockFormat
@@ -55,15 +56,11 @@ def read_input_stats(path: Path, names: Iterable[str]) -> dict[str, Stats]:
         }
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise QuantkitError(f"{file} holds no calibration statistics ({error!r})") from None
-    ends: dict[str, list[str]] = {}
-    for name in amax:
-        parts = name.split(".")
-        for first in range(len(parts)):
-            ends.setdefault(".".join(parts[first:]), []).append(name)
+    known = Alike(amax)
     found: dict[str, Stats] = {}
     missing = []
     for name in names:
-        match = _find(name, amax, ends)
+        match = known.find(name)
         if match is None or amax[match] is None:
             missing.append(name)
         else:
@@ -75,19 +72,6 @@ def read_input_stats(path: Path, names: Iterable[str]) -> dict[str, Stats]:
             "that quantizes these layers' inputs"
         )
     return found
-
-
-def _find(name: str, amax: Mapping[str, Any], ends: Mapping[str, Sequence[str]]) -> str | None:
-    if name in amax:
-        return name
-    if len(ends.get(name, ())) == 1:
-        return ends[name][0]
-    parts = name.split(".")
-    for first in range(1, len(parts)):
-        shorter = ".".join(parts[first:])
-        if shorter in amax:
-            return shorter
-    return None
 
 
 def calibrate_inputs(
