@@ -21,7 +21,7 @@ from quantkit.calibrate.observe import calibrate
 from quantkit.calibrate.stats import Stats
 from quantkit.calibrate.stream import borrowed_weights
 from quantkit.errors import QuantkitError
-from quantkit.manifest import Manifest, content_key, read_json, write_json
+from quantkit.manifest import Manifest, read_json, write_json
 from quantkit.models.checkpoint import Checkpoint
 from quantkit.models.lora.file import LoraSpec, describe_loras, open_lora, parse_lora
 from quantkit.models.lora.source import merge_loras
@@ -32,9 +32,9 @@ from quantkit.models.tensors import SAFETENSORS_NAMES
 from quantkit.models.trace import Traced, trace
 from quantkit.numerics.qtensor import QTensor
 from quantkit.progress import Progress, silence
-from quantkit.recipes.loader import load_recipe, pick_recipe
+from quantkit.recipes.loader import describe_recipe, load_recipe, pick_recipe
 from quantkit.recipes.plan import Plan
-from quantkit.recipes.recipe import Layer, Recipe
+from quantkit.recipes.recipe import Layer
 from quantkit.weights import Weights, has_static_scale, measure
 
 STATS_FILE = "stats.json"
@@ -135,17 +135,6 @@ def find_dtype(compute_dtype: str, source: Source) -> torch.dtype:
             f"--compute-dtype: {', '.join(COMPUTE_DTYPES)}"
         )
     return source.torch_dtype
-
-
-def describe_recipe(recipe: Recipe, picked: str, plan: Plan) -> dict[str, Any]:
-    """The `recipe` entry of quantkit.json; a recipe file is pinned by the content it has now."""
-    return {
-        "name": recipe.name,
-        "source": picked,
-        "file": recipe.file,
-        "content_key": content_key(Path(recipe.file)) if recipe.file else None,
-        "unmatched_optional": list(plan.unmatched_optional),
-    }
 
 
 def _check_algorithms(plan: Plan) -> None:

@@ -95,7 +95,7 @@ def resumable_folder(
             raise KeyboardInterrupt(
                 "interrupted; the same command with --resume continues where it stopped"
             ) from None
-        except BaseException:
+        except BaseException:  # whatever it was: a half-written folder must not be taken up
             shutil.rmtree(folder, ignore_errors=True)
             raise
 

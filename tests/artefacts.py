@@ -16,8 +16,8 @@ from torch import Tensor
 
 from quantkit.models.model_source import Source
 from quantkit.models.trace import Traced
-from quantkit.prepare import Planned, describe_recipe
-from quantkit.recipes.loader import load_recipe
+from quantkit.prepare import Planned
+from quantkit.recipes.loader import describe_recipe, load_recipe
 
 Batches = list[dict[str, Tensor]]
 

@@ -9,11 +9,14 @@ from __future__ import annotations
 
 from importlib.resources import files
 from pathlib import Path
+from typing import Any
 
 import yaml
 from pydantic import ValidationError
 
 from quantkit.errors import QuantkitError
+from quantkit.manifest import content_key
+from quantkit.recipes.plan import Plan
 from quantkit.recipes.recipe import Recipe
 from quantkit.recipes.schema import RecipeFile, explain
 from quantkit.recipes.suggest import nearest
@@ -61,6 +64,17 @@ def pick_recipe(short: str, model_class: str) -> tuple[Recipe, str]:
         if recipe.variant_of == general and model_class in recipe.model_classes:
             return recipe, f"--{short} picked {name}, the recipe declared for {model_class}"
     return load_recipe(general), f"--{short} picked {general}"
+
+
+def describe_recipe(recipe: Recipe, picked: str, plan: Plan) -> dict[str, Any]:
+    """The `recipe` entry of quantkit.json; a recipe file is pinned by the content it has now."""
+    return {
+        "name": recipe.name,
+        "source": picked,
+        "file": recipe.file,
+        "content_key": content_key(Path(recipe.file)) if recipe.file else None,
+        "unmatched_optional": list(plan.unmatched_optional),
+    }
 
 
 def parse_recipe(text: str, name: str, file: str | None = None) -> Recipe:

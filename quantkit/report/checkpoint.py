@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from itertools import chain
 
 from quantkit.export.checkpoint.targets import CHECKPOINT_TARGETS
+from quantkit.models.lora.survival import LOW_RATIO, LOW_SHARE
 from quantkit.report.blocks import Block, Cell, Column, Facts, Note, Section, Table
 from quantkit.report.cells import MISSING, measured, said
 from quantkit.report.documents import Documents, Json, get, items, number, text, words
@@ -24,9 +25,6 @@ from quantkit.report.sections import (
     warning_blocks,
 )
 from quantkit.report.words import count, counted, error, fixed, format_name, listed, size
-
-# Below these a LoRA is lost, or drowns in rounding (`models/lora/survival.py`).
-LOW_SHARE, LOW_RATIO = 0.9, 0.1
 
 
 def checkpoint_sections(documents: Documents) -> tuple[Section, ...]:

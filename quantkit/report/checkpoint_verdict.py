@@ -7,8 +7,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from quantkit.manifest import model_key
+from quantkit.models.lora.survival import LOW_SHARE
 from quantkit.report.blocks import Note, Tone, Verdict
-from quantkit.report.checkpoint import LOW_SHARE, lora_totals
+from quantkit.report.checkpoint import lora_totals
 from quantkit.report.documents import Documents, get, items, number, text
 from quantkit.report.verdict import LABELS, SIZE_TOLERANCE
 from quantkit.report.words import counted, error, fixed, input_name, listed, short_format, size

@@ -16,7 +16,6 @@ from numpy.typing import NDArray
 
 from quantkit.errors import QuantkitError
 from quantkit.export.checkpoint.target import Slot, Target
-from quantkit.manifest import content_key
 from quantkit.models.checkpoint import DTYPES, Checkpoint, TensorInfo
 from quantkit.models.headers import Place, describe_headers, read_place
 from quantkit.models.locate import Located
@@ -25,7 +24,13 @@ from quantkit.models.lora.match import match
 from quantkit.models.lora.merge import Deltas, merge_elements, merge_place
 from quantkit.models.quantized.layer import QuantizedLayer
 from quantkit.recipes.layer import Decision, Layer, Scheme
-from quantkit.recipes.loader import SHORT_NAMES, builtin_recipes, load_recipe, pick_recipe
+from quantkit.recipes.loader import (
+    SHORT_NAMES,
+    builtin_recipes,
+    describe_recipe,
+    load_recipe,
+    pick_recipe,
+)
 from quantkit.recipes.plan import FLOATS, Plan
 from quantkit.recipes.recipe import Recipe
 
@@ -230,19 +235,6 @@ def _settle(decision: Decision, obstacle: Callable[[Layer, Scheme], str | None] 
         return decision
     reason = obstacle(decision.layer, decision.scheme)
     return decision if reason is None else replace(decision, scheme=None, reason=reason)
-
-
-def describe_recipe(recipe: Recipe, picked: str, plan: Plan) -> dict[str, Any]:
-    """The `recipe` entry of quantkit.json; a recipe is pinned by the content it has now."""
-    from pathlib import Path
-
-    return {
-        "name": recipe.name,
-        "source": picked,
-        "file": recipe.file,
-        "content_key": content_key(Path(recipe.file)) if recipe.file else None,
-        "unmatched_optional": list(plan.unmatched_optional),
-    }
 
 
 def draft_repack(
