@@ -109,3 +109,18 @@ def test_every_loop_of_the_table_is_loaded() -> None:
 
     kernels.quantize(np.ones((1, 32), np.float32), FORMATS["nvfp4"])
     assert machine_code._loops.keys() == LOOPS.keys()
+
+
+@pytest.mark.slow
+def test_where_numbas_output_cannot_be_taken_apart_its_callbacks_give_the_same_bytes() -> None:
+    """Another version or platform may make it otherwise; that costs time and nothing else."""
+    known = quantize_in_a_process()
+    broken = (
+        "from quantkit.numerics import machine_code\n"
+        "def refuse():\n    raise RuntimeError('made otherwise')\n"
+        "machine_code._link = refuse\n"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", broken + QUANTIZE], capture_output=True, check=True, text=True
+    )
+    assert result.stdout.split() == [*known, "numba"]
